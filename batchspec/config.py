@@ -1,0 +1,85 @@
+"""The configuration of a run: frozen, composed, every default written here once; the CLI reads them from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from batchspec.types import Method, SamplingParams
+
+DEMO_MODEL = "demo"
+DEMO_MAX_ROWS = 1000
+MAX_SPECULATIVE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class InputConfig:
+    """What to read and what its columns are called. `prompt` or `messages` must exist, the rest may."""
+
+    inputs: tuple[str, ...] = ()
+    prompt_column: str = "prompt"
+    messages_column: str = "messages"
+    request_id_column: str = "request_id"
+    request_class_column: str = "request_class"
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    output: str | None = None
+    output_prefix: str = ""
+    overwrite: bool = False
+    summary_file: str | None = None
+    shard_rows: int = 2000
+    shard_bytes: int = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What a worker loads and how large it may grow. `kv_memory_bytes` None: sized for `max_batch` at start."""
+
+    engine: str = "torch"
+    model: str = DEMO_MODEL
+    draft_model: str | None = None
+    draft_device: str | None = None
+    dtype: str = "auto"
+    max_batch: int = 32
+    kv_memory_bytes: int | None = None
+    prefill_chunk_tokens: int = 256
+    acceptance_rule: str = "coupled"
+    require_exact: bool = False
+    neutralize_special_tokens: bool = False
+    truncate_prompt: bool = False
+    fake_tokens_per_second: float = 0.0
+    fake_acceptance: float = 0.7
+
+
+@dataclass(frozen=True)
+class RouteConfig:
+    """The route of rows that nothing else says more about; `routes_file` maps classes to routes (TOML)."""
+
+    method: Method = Method.TARGET_ONLY
+    num_speculative_tokens: int = 4
+    min_match_tokens: int = 2
+    routes_file: str | None = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Operational settings: they may change between attempts of one job."""
+
+    executor: str = "local"
+    workers: int = 1
+    devices: tuple[str, ...] = ("auto",)
+    threads: int | None = None
+    price_per_hour: float | None = None
+    max_error_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    input: InputConfig = field(default_factory=InputConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    routes: RouteConfig = field(default_factory=RouteConfig)
+    run: RunOptions = field(default_factory=RunOptions)
