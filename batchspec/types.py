@@ -184,6 +184,19 @@ class RoutePolicy(Protocol):
     def route(self, request_class: str | None, occupancy: int) -> Route: ...
 
 
+class StepAttribution(Protocol):
+    """Splits the seconds of one step among the rows that shared it. Pure."""
+
+    @property
+    def rule(self) -> str:
+        """The rule's name and coefficients, as written to part metadata."""
+        ...
+
+    def shares(self, num_positions: Sequence[int], kv_tokens: Sequence[int]) -> list[float]:
+        """One share per row, summing to 1: `num_positions[i]` were computed for row i over `kv_tokens[i]` of context."""
+        ...
+
+
 class RequestSource(Protocol):
     """Where an engine takes its next request from."""
 
