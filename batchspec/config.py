@@ -48,7 +48,6 @@ class EngineConfig:
     acceptance_rule: str = "coupled"
     require_exact: bool = False
     neutralize_special_tokens: bool = False
-    truncate_prompt: bool = False
     fake_tokens_per_second: float = 0.0
     fake_acceptance: float = 0.7
 

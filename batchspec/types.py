@@ -226,25 +226,40 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class Drafter(Protocol):
-    """Proposes tokens for rows. State is per row and may be forgotten at any time without changing any text."""
-
-    def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        """Up to `row.num_tokens` proposals for each row, in order; an empty list declines."""
-        ...
-
-    def forget(self, row_index: int) -> None:
-        """The row has ended or was pre-empted: drop its state."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """A row as a drafter sees it: all its tokens so far (prompt + committed output), and how many it may propose."""
+    """A row as a drafter sees it. `token_ids` are prompt + committed output (the live list: do not keep or change it);
+    at most `num_tokens` may be proposed; `sampling` and `row_key` let a draft model draw with the row's own noise."""
 
     row_index: int
     token_ids: Sequence[int]
     num_prompt_tokens: int
     num_tokens: int
     route: Route
-    request: Request
+    sampling: SamplingParams
+    row_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens proposed for one row in one step. `num_draft_steps` counts draft-model forwards spent on it."""
+
+    token_ids: tuple[int, ...] = ()
+    from_lookup: bool = False
+    num_draft_steps: int = 0
+    probabilities: Any = None
+
+
+NO_PROPOSAL = Proposal()
+
+
+class Drafter(Protocol):
+    """Proposes tokens for rows. State is per row and may be forgotten at any time without changing any text."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        """One proposal per row, in order, of at most `row.num_tokens` tokens; NO_PROPOSAL declines."""
+        ...
+
+    def forget(self, row_index: int) -> None:
+        """The row has ended or was pre-empted: drop its state, if there is any."""
+        ...
