@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from batchspec.errors import UsageError
 from batchspec.types import Method, SamplingParams
 
 DEMO_MODEL = "demo"
 DEMO_MAX_ROWS = 1000
 MAX_SPECULATIVE_TOKENS = 16
+
+
+def cache_dir() -> Path:
+    """Where this user's fetched and measured things are kept; it may not exist yet.
+
+    $BATCHSPEC_CACHE, else $XDG_CACHE_HOME/batchspec, else ~/.cache/batchspec. Raises UsageError where the user has
+    no home directory either.
+    """
+    if own := os.environ.get("BATCHSPEC_CACHE"):
+        return Path(own).expanduser().absolute()
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if xdg.is_absolute():
+        return xdg / "batchspec"
+    try:
+        return Path.home() / ".cache" / "batchspec"
+    except RuntimeError as error:
+        raise UsageError("no home directory to keep a cache in: set BATCHSPEC_CACHE to a directory") from error
 
 
 @dataclass(frozen=True)
