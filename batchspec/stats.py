@@ -7,7 +7,8 @@ where it has no denominator. Names follow vLLM's `spec_decode_*` metrics: accept
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
+from typing import Any
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
@@ -43,7 +44,7 @@ class DecodeStats:
     num_lookup_accepted_tokens: int = 0
 
     def __add__(self, other: DecodeStats) -> DecodeStats:
-        summed = {}
+        summed: dict[str, Any] = {}
         for f in fields(self):
             left, right = getattr(self, f.name), getattr(other, f.name)
             summed[f.name] = add_per_pos(left, right) if f.name.endswith("_per_pos") else left + right
@@ -75,7 +76,7 @@ class DecodeStats:
         identities = {
             "accepted <= draft tokens": self.num_accepted_tokens <= self.num_draft_tokens,
             "sum(accepted per position) == accepted": sum(per_pos) == self.num_accepted_tokens,
-            "accepted per position never rises": all(a >= b for a, b in zip(per_pos, per_pos[1:], strict=False)),
+            "accepted per position never rises": all(a >= b for a, b in pairwise(per_pos)),
             "output + discarded == accepted + target steps": output_tokens + self.num_discarded_tokens
             == self.num_accepted_tokens + self.num_target_steps,
             "lookup counters are a part": self.num_lookup_draft_tokens <= self.num_draft_tokens
@@ -106,7 +107,7 @@ class DecodeCounter:
         and refused (False where all were accepted, or where the row ended inside the accepted prefix)."""
         self.num_drafts += 1
         self.num_draft_tokens += num_proposed
-        grow = max(num_accepted, num_accepted + rejected) - len(self.accepted_per_pos)
+        grow = num_accepted + rejected - len(self.accepted_per_pos)
         if grow > 0:
             self.accepted_per_pos.extend([0] * grow)
             self.rejections_per_pos.extend([0] * grow)
