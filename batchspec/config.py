@@ -84,7 +84,12 @@ class RouteConfig:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Operational settings: they may change between attempts of one job."""
+    """Operational settings: they may change between attempts of one job.
+
+    `grace_seconds` is what a signal leaves for the rows in flight. A worker whose step takes longer than
+    `step_timeout` seconds is taken for hung. `max_worker_deaths` ends the job; deaths that were traced to a row and
+    answered by an error row do not count.
+    """
 
     executor: str = "local"
     workers: int = 1
@@ -92,6 +97,11 @@ class RunOptions:
     threads: int | None = None
     price_per_hour: float | None = None
     max_error_rate: float = 0.0
+    retry_errors: bool = False
+    allow_version_change: bool = False
+    grace_seconds: float = 10.0
+    step_timeout: float = 600.0
+    max_worker_deaths: int = 8
 
 
 @dataclass(frozen=True)
