@@ -201,7 +201,10 @@ class RequestSource(Protocol):
     """Where an engine takes its next request from."""
 
     def take(self, wait: bool) -> Request | None:
-        """The next request. None means: nothing at hand yet (`wait=False`), or no more will ever come (`wait=True`)."""
+        """The next request. None means: nothing at hand yet (`wait=False`), or no more will ever come (`wait=True`).
+
+        An engine waits only when it holds no row and has handed every outcome over.
+        """
         ...
 
 
