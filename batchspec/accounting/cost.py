@@ -48,7 +48,7 @@ class StepAttributionRule:
         )
 
     def shares(self, num_positions: Sequence[int], kv_tokens: Sequence[int]) -> list[float]:
-        """One share per row, summing to 1: `num_positions[i]` were computed for row i over `kv_tokens[i]` of context."""
+        """One share per row, summing to 1: row i computed `num_positions[i]` over `kv_tokens[i]` of context."""
         if not num_positions:
             return []
         per_row = self.seconds_per_step / len(num_positions) + self.seconds_per_sequence
@@ -121,5 +121,5 @@ class Ledger:
         if abs(self.unattributed_seconds) > max_share * self.metered_seconds:
             raise ValueError(
                 f"{self.unattributed_seconds:.3f} of {self.metered_seconds:.3f} metered device seconds are neither on "
-                f"rows ({self.row_seconds:.3f}) nor on lines ({dict(self.line_seconds)}); at most {max_share:.0%} may be"
+                f"rows ({self.row_seconds:.3f}) nor on lines ({dict(self.line_seconds)}); at most {max_share:.0%}"
             )

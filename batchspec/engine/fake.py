@@ -62,7 +62,7 @@ class _Row:
 
 
 class FakeEngine:
-    """Continuous batching over canned answers; every second inside `run` goes to exactly one metered line.
+    """Continuous batching over canned answers; every second since loading began goes to exactly one metered line.
 
     `config.fake_tokens_per_second` paces the whole batch (0: no pause), `config.fake_acceptance` is the chance that a
     proposed token holds. The time in which the caller handles an outcome counts as idle: the device waits for it.
@@ -103,7 +103,7 @@ class FakeEngine:
 
     def run(self, source: RequestSource, policy: RoutePolicy) -> Iterator[Outcome]:
         live: list[_Row] = []
-        self._lap()
+        self._metered["idle"] += self._lap()
         while True:
             failures = self._admit(source, live)
             if failures is None:
@@ -115,7 +115,8 @@ class FakeEngine:
                 yield from self._hand_over(finished)
 
     def close(self) -> None:
-        pass
+        self._metered["idle"] += self._carried_seconds + self._lap()
+        self._carried_seconds = 0.0
 
     def _lap(self) -> float:
         """Device seconds since the last lap."""
@@ -225,7 +226,7 @@ class FakeEngine:
         """Give the step's forward and the overhead since the last step to its rows."""
         forward_seconds, overhead_seconds = self._lap(), self._carried_seconds
         self._carried_seconds = 0.0
-        prefill_share = 0.0
+        prefill_share = verify_share = 0.0
         for row, share, in_prefill in zip(live, shares, prefilling, strict=True):
             row.overhead_seconds += share * overhead_seconds
             if in_prefill:
@@ -234,10 +235,11 @@ class FakeEngine:
                 row.queue_seconds = started - row.admitted
                 row.first_token_seconds = self._mark - row.admitted
             else:
+                verify_share += share
                 row.verify_seconds += share * forward_seconds
         self._metered["overhead"] += overhead_seconds
         self._metered["prefill"] += forward_seconds * prefill_share
-        self._metered["verify"] += forward_seconds * (1 - prefill_share)
+        self._metered["verify"] += forward_seconds * verify_share
 
 
 def _differs(route: Route, earlier: Route) -> bool:
