@@ -1,4 +1,4 @@
-"""Which class a row belongs to: its label, and the cell (label x prompt length x output budget) that routing looks up."""
+"""Which class a row is of: its label, and the cell (label x prompt length x output budget) that routing looks up."""
 
 from __future__ import annotations
 
