@@ -12,6 +12,7 @@ from batchspec.types import Method, SamplingParams
 DEMO_MODEL = "demo"
 DEMO_MAX_ROWS = 1000
 MAX_SPECULATIVE_TOKENS = 16
+MAX_MATCH_TOKENS = 8
 
 
 def cache_dir() -> Path:

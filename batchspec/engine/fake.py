@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from batchspec.config import EngineConfig
-from batchspec.engine.fake_answers import Answer, accepted_draft_mask, answer
-from batchspec.errors import RowError
+from batchspec.engine.fake_answers import Answer, accepted_draft_mask, answer, count_input_tokens
 from batchspec.stats import DecodeCounter
 from batchspec.types import (
     Completion,
@@ -28,6 +27,7 @@ from batchspec.types import (
     StepAttribution,
     StepTimes,
 )
+from batchspec.workload import RequestClassifier
 
 CONTEXT_TOKENS = 8192
 _NOT_ROUTED = Route(Method.TARGET_ONLY)
@@ -38,6 +38,7 @@ class _Row:
     """A row in the batch: its answer, known from the start, and how much of it is out."""
 
     request: Request
+    request_class: str
     answer: Answer
     input_tokens: int
     admitted: float
@@ -73,6 +74,7 @@ class FakeEngine:
         self._device = device
         self._device_share = device_share
         self._attribution = attribution
+        self._classifier = RequestClassifier()
         self._metered = dict.fromkeys(("load", "warmup", "prefill", "draft", "verify", "overhead", "idle"), 0.0)
         self._mark = time.perf_counter()
         self._carried_seconds = 0.0
@@ -146,38 +148,25 @@ class FakeEngine:
                 if request is None:
                     return None
             admitted = self._mark
-            try:
-                input_tokens = self._check_context(request)
-                row_answer = answer(request)
-            except RowError as error:
-                seconds = self._charge_overhead()
-                times = StepTimes(overhead_seconds=seconds)
-                failures.append(RowFailure(request.row_index, error.error_type, error.message, times=times))
-            else:
-                live.append(_Row(request, row_answer, input_tokens, admitted, self._charge_overhead()))
+            input_tokens, budget = count_input_tokens(request), request.sampling.max_new_tokens
+            if input_tokens + budget > CONTEXT_TOKENS:
+                message = (
+                    f"{input_tokens} prompt tokens + max_new_tokens {budget} exceed the model's context of "
+                    f"{CONTEXT_TOKENS} tokens; shorten the prompt or lower max_new_tokens"
+                )
+                times = StepTimes(overhead_seconds=self._charge_admission())
+                failures.append(RowFailure(request.row_index, "context_overflow", message, input_tokens, times))
+                continue
+            cell = self._classifier.classify(request.request_class, input_tokens, budget).cell
+            row_answer = answer(request)
+            live.append(_Row(request, cell, row_answer, input_tokens, admitted, self._charge_admission()))
         return failures
 
-    def _charge_overhead(self) -> float:
+    def _charge_admission(self) -> float:
         """The seconds of the admission that just ended, which are the row's own."""
         seconds = self._lap()
         self._metered["overhead"] += seconds
         return seconds
-
-    def _check_context(self, request: Request) -> int:
-        """The number of input tokens, or a RowError where they and the output do not fit."""
-        if request.prompt is not None:
-            num_bytes = len(request.prompt.encode("utf-8", errors="replace"))
-        else:
-            num_bytes = sum(len(str(message.get("content")).encode()) + 8 for message in request.messages or ())
-        input_tokens = 1 + num_bytes // 4
-        max_new_tokens = request.sampling.max_new_tokens
-        if input_tokens + max_new_tokens > CONTEXT_TOKENS:
-            raise RowError(
-                "context_overflow",
-                f"{input_tokens} input tokens and max_new_tokens {max_new_tokens} exceed the context of "
-                f"{CONTEXT_TOKENS} tokens: shorten the prompt or lower max_new_tokens",
-            )
-        return input_tokens
 
     def _step(self, live: list[_Row], policy: RoutePolicy) -> list[Completion]:
         """Propose, forward, accept and commit for every live row; the completions of those that ended."""
@@ -205,12 +194,11 @@ class FakeEngine:
         return [_complete(row, self._mark) for row in live if row.done]
 
     def _propose(self, live: list[_Row], policy: RoutePolicy) -> None:
-        routes: dict[str | None, Route] = {}
+        routes: dict[str, Route] = {}
         for row in live:
-            request_class = row.request.request_class
-            route = routes.get(request_class)
+            route = routes.get(row.request_class)
             if route is None:
-                route = routes[request_class] = policy.route(request_class, len(live))
+                route = routes[row.request_class] = policy.route(row.request_class, len(live))
             if route is not row.route:
                 row.num_route_changes += row.num_output_tokens > 0 and _differs(route, row.route)
                 row.route = route

@@ -28,6 +28,14 @@ def decode(token_ids: Sequence[int]) -> str:
     return " ".join([WORDS[token_id] for token_id in token_ids if token_id != EOS_TOKEN_ID])
 
 
+def count_input_tokens(request: Request) -> int:
+    """One per four bytes, a start token, and two per message for its role."""
+    if request.prompt is not None:
+        return 1 + len(request.prompt.encode("utf-8", errors="replace")) // 4
+    contents = [str(message.get("content")).encode("utf-8", errors="replace") for message in request.messages or ()]
+    return 1 + sum(2 + len(content) // 4 for content in contents)
+
+
 def answer(request: Request) -> Answer:
     """The text of a row: greedy rows by their prompt alone, sampled rows by row key and seed as well.
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchspec.config import MAX_SPECULATIVE_TOKENS, RouteConfig
+from batchspec.config import MAX_MATCH_TOKENS, MAX_SPECULATIVE_TOKENS, RouteConfig
 from batchspec.errors import UsageError
 from batchspec.types import Method, Route
 from batchspec.workload import DEFAULT_LABEL
 
 ANY_CLASS = "*"
-MAX_MATCH_TOKENS = 16
 _DRAFT_MODEL_METHODS = (Method.DRAFT_MODEL, Method.LOOKUP_THEN_DRAFT)
 _CELL_BUCKETS = re.compile(r"/p\d+-\d+/o\d+-\d+$")
 _KEYS = ("method", "num_speculative_tokens", "min_match_tokens")

@@ -103,7 +103,7 @@ def test_c09_no_speculative_tokens_is_target_only(method: Method) -> None:
         ),
         (
             RouteConfig(Method.PROMPT_LOOKUP, min_match_tokens=0),
-            "--min-match-tokens must be a whole number from 1 to 16, got 0",
+            "--min-match-tokens must be a whole number from 1 to 8, got 0",
         ),
         (
             RouteConfig(Method.DRAFT_MODEL),
@@ -143,7 +143,7 @@ def test_a_draft_method_is_routed_where_there_is_a_draft_model() -> None:
         ),
         (
             "[a]\nmethod = 'prompt-lookup'\nmin_match_tokens = 2.5",
-            "min_match_tokens must be a whole number from 1 to 16, got 2.5",
+            "min_match_tokens must be a whole number from 1 to 8, got 2.5",
         ),
         ("[a]\nmethod = 'draft-model'", "method draft-model needs a draft model"),
         ("a = 'prompt-lookup'", "must be a table with the keys method, num_speculative_tokens, min_match_tokens"),
