@@ -13,25 +13,30 @@ from batchspec.config import InputConfig
 from batchspec.errors import InputError
 from batchspec.types import SamplingParams
 
+_STRING = pa.string()
+
 SAMPLING_COLUMNS = tuple(f.name for f in fields(SamplingParams))
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type without its encoding: large, view and dictionary forms become string, binary, list or the value type."""
+def plain_type(kind: pa.DataType, text: pa.DataType = _STRING) -> pa.DataType:
+    """The type without its encoding: large, view and dictionary forms become string, binary, list or the value type.
+
+    `text` is what stands for strings: `pa.binary()` gives a type that text can be cast to before it is decoded.
+    """
     if isinstance(kind, pa.BaseExtensionType):
         return kind
     if pt.is_dictionary(kind):
-        return plain_type(kind.value_type)
-    if pt.is_large_string(kind) or pt.is_string_view(kind):
-        return pa.string()
+        return plain_type(kind.value_type, text)
+    if pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind):
+        return text
     if pt.is_large_binary(kind) or pt.is_binary_view(kind):
         return pa.binary()
     if is_list(kind):
-        return pa.list_(plain_type(kind.value_type))
+        return pa.list_(plain_type(kind.value_type, text))
     if pt.is_map(kind):
-        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+        return pa.map_(plain_type(kind.key_type, text), plain_type(kind.item_type, text))
     if pt.is_struct(kind):
-        return pa.struct([pa.field(field.name, plain_type(field.type)) for field in kind])
+        return pa.struct([pa.field(field.name, plain_type(field.type, text)) for field in kind])
     return kind
 
 
