@@ -190,9 +190,9 @@ def _totals_line(names: tuple[str, str], totals: Totals) -> str:
 
 
 def _table_line(name: str, method: str, cells: Sequence[str]) -> str:
-    widths = (9, 13, 9, 8, 8, 9)
+    widths = (10, 14, 9, 8, 8, 9)
     right = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-    return f"{_fit(_printable(name), 20)} {_fit(method, 17)} {right}".rstrip()
+    return f"{_fit(_printable(name), 18)} {_fit(method, 17)} {right}".rstrip()
 
 
 def _printable(text: str) -> str:
