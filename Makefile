@@ -1,0 +1,73 @@
+# `make demo` and `make test` set everything up by themselves, in .venv. Needs Python 3.11 or newer.
+#   PYTHON=python3.12   the interpreter to build .venv with
+#   TORCH=cuda          torch for NVIDIA GPUs instead of the smaller CPU build
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+TORCH ?= cpu
+TORCH_VERSION := 2.13.0
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check -qq
+PYTEST := $(PY) -m pytest
+STAMP := $(VENV)/.installed-$(TORCH)
+OTHER_STAMPS = $(filter-out $(STAMP),$(wildcard $(VENV)/.installed-*))
+
+# `torch==X` alone is the CUDA build on Linux. Beside this index `X+cpu` counts as newer and wins.
+TORCH_INDEX_cpu := --extra-index-url https://download.pytorch.org/whl/cpu
+TORCH_INDEX_cuda :=
+ifeq ($(origin TORCH_INDEX_$(TORCH)),undefined)
+$(error TORCH is cpu or cuda, not $(TORCH))
+endif
+
+.PHONY: help setup demo test test-slow test-ray test-airflow test-vllm test-gpu check fmt bench clean
+
+help: ## show these lines
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+setup: $(STAMP) ## build .venv, install everything, fetch the demo model once
+	@$(PY) -m batchspec.engine.demo_model
+
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "batchspec needs Python 3.11 or newer; name one: make setup PYTHON=python3.11")'
+	$(PYTHON) -m venv $(if $(OTHER_STAMPS),--clear) $(VENV)
+	@echo 'installing torch and batchspec into $(VENV): a few minutes'
+	$(PIP) install torch==$(TORCH_VERSION) $(TORCH_INDEX_$(TORCH))
+	$(PIP) install torch==$(TORCH_VERSION) --editable '.[dev,report]'
+	@touch $@
+
+demo: setup ## answer data/sample_prompts.parquet with the demo model (a few minutes on two cores)
+	$(VENV)/bin/batchspec generate data/sample_prompts.parquet --model demo --routes data/demo_routes.toml \
+	  --max-new-tokens 64 --price-per-hour 0.10 --max-error-rate 0.04 --output demo-output --overwrite
+
+test: setup ## the fast tests, with coverage
+	$(PYTEST) -m 'not slow and not ray and not airflow and not vllm and not gpu' --cov=batchspec --cov-report=term
+
+test-slow: setup ## tests that take minutes
+	$(PYTEST) -m slow
+
+test-ray: setup ## tests with a real Ray
+	$(PIP) install --editable '.[ray]'
+	$(PYTEST) -m ray
+
+test-airflow test-vllm test-gpu: setup ## tests that need Airflow or vLLM in .venv, or a CUDA device
+	$(PYTEST) -m $(@:test-%=%)
+
+check: $(STAMP) ## lint, format, types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+fmt: $(STAMP) ## format and fix what can be fixed
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: setup ## the benchmarks of pipelines/benchmarks, one after the other
+	for script in pipelines/benchmarks/*.py; do $(PY) "$$script"; done
+
+clean: ## remove .venv and everything made by tests and runs here
+	rm -rf $(VENV) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
