@@ -19,9 +19,9 @@ def load_engine(
     the rows in it.
     """
     if config.engine == "torch":
-        from batchspec.engine.engine import TorchEngine
+        from batchspec.engine.load import load_torch_engine
 
-        return TorchEngine.load(config, device, threads, device_share, attribution)
+        return load_torch_engine(config, device, threads, device_share, attribution)
     if config.engine == "fake":
         from batchspec.engine.fake import FakeEngine
 

@@ -1,0 +1,149 @@
+// The CPU kernels behind batchspec.engine.cpu: a plain C interface, loaded with ctypes.
+#include "simd.h"
+#include "linear.h"
+#include "attention.h"
+
+// A decoder layer: norm, QKV, rotary embedding, attention, output, norm, gated feed-forward; residual after each half.
+typedef struct {
+    Attention attention;
+    int64_t hidden_size, intermediate_size;
+    Linear qkv, output, gate_up, down;
+    const void *input_norm, *post_attention_norm, *query_norm, *key_norm;  // the last two may be null
+    float input_norm_eps, post_attention_norm_eps, query_norm_eps, key_norm_eps;
+} Layer;
+
+// RMSNorm over `size` elements, rounded where transformers rounds.
+static void rms_norm(int is_bf16, const void *in, const void *weight, float eps, long size, void *out) {
+    f32x squares = splat(0.0f);
+    for (long i = 0; i < size; i += LANES) {
+        f32x x = load16(is_bf16, in, i);
+        squares = fma16(x, x, squares);
+    }
+    f32x scale = splat(1.0f / sqrtf(sum16(squares) / size + eps));
+    for (long i = 0; i < size; i += LANES)
+        store16(is_bf16, out, i, load16(is_bf16, weight, i) * round16(is_bf16, load16(is_bf16, in, i) * scale));
+}
+
+// Rotate one head in place: x * cos + rotate_half(x) * sin.
+static void rotate(int is_bf16, void *head, const void *cos, const void *sin, long dim) {
+    for (long i = 0; i < dim / 2; i++) {
+        long j = i + dim / 2;
+        float x = load1(is_bf16, head, i), y = load1(is_bf16, head, j);
+        float a = round1(is_bf16, x * load1(is_bf16, cos, i)) + round1(is_bf16, -y * load1(is_bf16, sin, i));
+        float b = round1(is_bf16, y * load1(is_bf16, cos, j)) + round1(is_bf16, x * load1(is_bf16, sin, j));
+        if (is_bf16) ((uint16_t *)head)[i] = narrow(a), ((uint16_t *)head)[j] = narrow(b);
+        else ((float *)head)[i] = a, ((float *)head)[j] = b;
+    }
+}
+
+static long sequence_of(const Step *step, long row) {
+    long low = 0, high = step->num_seqs;
+    while (high - low > 1) {
+        long middle = (low + high) / 2;
+        if (step->query_starts[middle] <= row) low = middle; else high = middle;
+    }
+    return low;
+}
+
+void batchspec_layer(int threads, const Layer *layer, const Step *step, const void *hidden, const void *cos, const void *sin,
+                     void *key_pool, void *value_pool, void *out) {
+    const Attention *at = &layer->attention;
+    const int is_bf16 = at->is_bf16;
+    const long rows = step->num_rows, size = layer->hidden_size, dim = at->head_dim, bytes = element_bytes(is_bf16);
+    const long per_word = is_bf16 ? 2 : 1, num_heads = at->num_heads, kv_heads = at->num_kv_heads;
+    const long ldn = row_words(words(is_bf16, size)), ldm = row_words(words(is_bf16, num_heads * dim));
+    const long lda = row_words(words(is_bf16, layer->intermediate_size)), ldq = (num_heads + 2 * kv_heads) * dim;
+    const long attended = step->query_starts[step->num_seqs];
+    char *normed = scratch(SCRATCH_NORMED, rows * ldn * 4), *mixed = scratch(SCRATCH_MIXED, rows * ldm * 4);
+    char *activated = scratch(SCRATCH_ACTIVATED, rows * lda * 4), *qkv = scratch(SCRATCH_QKV, (rows * ldq + COLUMNS) * bytes);
+    char *middle = scratch(SCRATCH_HIDDEN, rows * size * bytes);
+    Plan plan = plan_attention(at, step, threads);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; r++)
+            rms_norm(is_bf16, (const char *)hidden + r * size * bytes, layer->input_norm, layer->input_norm_eps, size,
+                     normed + r * ldn * 4);
+        linear(is_bf16, &layer->qkv, PLAIN, rows, (const int32_t *)normed, ldn, NULL, qkv, ldq);
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; r++) {
+            if (r >= attended) { memset(mixed + r * ldm * 4, 0, ldm * 4); continue; }
+            char *row = qkv + r * ldq * bytes, *keys = row + num_heads * dim * bytes, *values = keys + kv_heads * dim * bytes;
+            for (char *head = row; head < values; head += dim * bytes) {
+                const void *norm = head < keys ? layer->query_norm : layer->key_norm;
+                float eps = head < keys ? layer->query_norm_eps : layer->key_norm_eps;
+                if (norm) rms_norm(is_bf16, head, norm, eps, dim, head);
+                rotate(is_bf16, head, (const char *)cos + r * dim * bytes, (const char *)sin + r * dim * bytes, dim);
+            }
+            long seq = sequence_of(step, r), position = step->first_positions[seq] + r - step->query_starts[seq];
+            write_kv(at, step, seq, position, r + 1 == step->query_starts[seq + 1], keys, values, key_pool, value_pool);
+        }
+        attend(at, step, &plan, qkv, ldq, key_pool, value_pool, mixed, ldm * per_word);
+        linear(is_bf16, &layer->output, ADD_RESIDUAL, rows, (const int32_t *)mixed, ldm, hidden, middle, size);
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; r++)
+            rms_norm(is_bf16, middle + r * size * bytes, layer->post_attention_norm, layer->post_attention_norm_eps, size,
+                     normed + r * ldn * 4);
+        linear(is_bf16, &layer->gate_up, SILU_MUL, rows, (const int32_t *)normed, ldn, NULL, activated, lda * per_word);
+#pragma omp barrier
+        linear(is_bf16, &layer->down, ADD_RESIDUAL, rows, (const int32_t *)activated, lda, middle, out, size);
+    }
+}
+
+void batchspec_attention(int threads, const Attention *at, const Step *step, const void *queries, const void *keys,
+                         const void *values, void *key_pool, void *value_pool, void *out) {
+    const long dim = at->head_dim, bytes = element_bytes(at->is_bf16), attended = step->query_starts[step->num_seqs];
+    Plan plan = plan_attention(at, step, threads);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long r = 0; r < step->num_rows; r++) {
+            if (r >= attended) { memset((char *)out + r * at->num_heads * dim * bytes, 0, at->num_heads * dim * bytes); continue; }
+            long seq = sequence_of(step, r), position = step->first_positions[seq] + r - step->query_starts[seq];
+            long element = r * at->num_kv_heads * dim;
+            write_kv(at, step, seq, position, r + 1 == step->query_starts[seq + 1], (const char *)keys + element * bytes,
+                     (const char *)values + element * bytes, key_pool, value_pool);
+        }
+        attend(at, step, &plan, queries, at->num_heads * dim, key_pool, value_pool, out, at->num_heads * dim);
+    }
+}
+
+// out[num_rows, columns] = in[num_rows, in_features] . weight + bias
+void batchspec_linear(int threads, int64_t is_bf16, const Linear *weight, int64_t num_rows, const void *in, void *out) {
+    long used = words(is_bf16, weight->in_features), lda = row_words(used);
+    int32_t *rows = scratch(SCRATCH_NORMED, num_rows * lda * sizeof(int32_t));
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long r = 0; r < num_rows; r++) memcpy(rows + r * lda, (const int32_t *)in + r * used, used * sizeof(int32_t));
+        linear(is_bf16, weight, PLAIN, num_rows, rows, lda, NULL, out, weight->num_columns);
+    }
+}
+
+void batchspec_rms_norm(int64_t is_bf16, int64_t num_rows, int64_t size, const void *in, const void *weight, float eps,
+                        void *out) {
+    for (long r = 0; r < num_rows; r++)
+        rms_norm(is_bf16, (const char *)in + r * size * element_bytes(is_bf16), weight, eps, size,
+                 (char *)out + r * size * element_bytes(is_bf16));
+}
+
+// The column of each row's largest value; the lowest such column where several are equal.
+void batchspec_argmax(int threads, int64_t is_bf16, int64_t num_rows, int64_t columns, const void *in, int64_t *out) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long r = 0; r < num_rows; r++) {
+        const char *row = (const char *)in + r * columns * element_bytes(is_bf16);
+        long whole = columns / LANES * LANES, c = 0;
+        f32x top = splat(-INFINITY);
+        for (; c < whole; c += LANES) {
+            f32x x = load16(is_bf16, row, c);
+            top = select16(x > top, x, top);
+        }
+        float best = max16(top);
+        for (; c < columns; c++) best = load1(is_bf16, row, c) > best ? load1(is_bf16, row, c) : best;
+        for (c = 0; c < whole && !any16(load16(is_bf16, row, c) == best); c += LANES) {}
+        while (c < columns - 1 && load1(is_bf16, row, c) != best) c++;
+        out[r] = c;
+    }
+}

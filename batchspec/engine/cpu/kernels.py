@@ -1,0 +1,234 @@
+"""The kernels' C interface as Python functions on torch tensors (bf16 or fp32, on CPU).
+
+Every result row depends on that row's inputs alone, bit for bit, whatever the number of rows or threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache, lru_cache
+
+import torch
+
+from batchspec.engine.cpu import build
+from batchspec.engine.packed import PackedStep
+
+PANEL_COLUMNS = 32
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class CLinear(ctypes.Structure):
+    """`panels` are the weights of `pack_weight`; `bias` is fp32 and rounded up to whole panels, or null."""
+
+    _fields_ = (("in_features", c_int64), ("num_columns", c_int64), ("panels", c_void_p), ("bias", c_void_p))
+
+
+class CAttention(ctypes.Structure):
+    """Shape and settings of a layer's attention; window 0 and softcap 0 mean none."""
+
+    _fields_ = (
+        ("is_bf16", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+class CStep(ctypes.Structure):
+    _fields_ = (
+        ("num_seqs", c_int64),
+        ("num_rows", c_int64),
+        ("max_blocks", c_int64),
+        ("block_tokens", c_int64),
+        ("query_starts", c_void_p),
+        ("first_positions", c_void_p),
+        ("block_tables", c_void_p),
+    )
+
+
+class CLayer(ctypes.Structure):
+    _fields_ = (
+        ("attention", CAttention),
+        ("hidden_size", c_int64),
+        ("intermediate_size", c_int64),
+        ("qkv", CLinear),
+        ("output", CLinear),
+        ("gate_up", CLinear),
+        ("down", CLinear),
+        ("input_norm", c_void_p),
+        ("post_attention_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("input_norm_eps", c_float),
+        ("post_attention_norm_eps", c_float),
+        ("query_norm_eps", c_float),
+        ("key_norm_eps", c_float),
+    )
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] -> int32 [panels, words of a row, 32]: 32 outputs side by side, a word being 2 bf16 or 1 fp32 inputs."""
+    out_features, in_features = weight.shape
+    missing = -out_features % PANEL_COLUMNS
+    if missing:
+        weight = torch.cat([weight, weight.new_zeros(missing, in_features)])
+    per_word = 4 // weight.element_size()
+    panels = weight.reshape(-1, PANEL_COLUMNS, in_features // per_word, per_word).transpose(1, 2).contiguous()
+    return panels.view(torch.int32).flatten(2)
+
+
+def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+    if bias is None:
+        return None
+    return torch.nn.functional.pad(bias.float(), (0, -bias.shape[0] % PANEL_COLUMNS)).contiguous()
+
+
+def c_linear(in_features: int, num_columns: int, panels: torch.Tensor, bias: torch.Tensor | None) -> CLinear:
+    return CLinear(in_features, num_columns, panels.data_ptr(), None if bias is None else bias.data_ptr())
+
+
+@lru_cache(maxsize=2)
+def c_step(step: PackedStep) -> CStep:
+    """The step as the kernels read it. It holds addresses: valid while `step` lives, which this cache sees to."""
+    num_seqs, max_blocks = step.block_tables.shape
+    return CStep(
+        num_seqs,
+        step.input_ids.shape[1],
+        max_blocks,
+        step.kv.keys[0].shape[1],
+        step.query_starts.data_ptr(),
+        step.first_positions.data_ptr(),
+        step.block_tables.data_ptr(),
+    )
+
+
+def linear(weight: CLinear, x: torch.Tensor) -> torch.Tensor:
+    """x [..., in] -> [..., out]."""
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], weight.num_columns)
+    _library().batchspec_linear(
+        torch.get_num_threads(),
+        _is_bf16(x),
+        ctypes.byref(weight),
+        x.numel() // x.shape[-1],
+        x.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., size] / rms(x) * weight, rounded in between as transformers does."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _library().batchspec_rms_norm(
+        _is_bf16(x), x.numel() // x.shape[-1], x.shape[-1], x.data_ptr(), weight.data_ptr(), eps, out.data_ptr()
+    )
+    return out
+
+
+def attention_settings(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> CAttention | None:
+    """Settings for query [1, heads, T, dim], key and value [1, kv_heads, T, dim]; None where the kernels do not serve them.
+
+    The answer depends on nothing that changes from step to step: a layer's cache is always read as it was written.
+    """
+    num_heads, dim = query.shape[1], query.shape[3]
+    served = query.device.type == "cpu" and query.dtype in DTYPES and dim % 16 == 0 and value.shape[3] == dim
+    if not served or unavailable_reason() is not None:
+        return None
+    scale = scaling if scaling is not None else dim**-0.5
+    return CAttention(_is_bf16(query), num_heads, key.shape[1], dim, sliding_window or 0, scale, softcap or 0.0)
+
+
+@cache
+def unavailable_reason() -> str | None:
+    """None where the kernels are there; compiles them where they are not yet in the cache."""
+    try:
+        _library()
+    except build.KernelsUnavailable as error:
+        return str(error)
+    return None
+
+
+def attention(
+    settings: CAttention,
+    step: PackedStep,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]; writes K and V into the cache."""
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    out = torch.empty_like(query)
+    _library().batchspec_attention(
+        torch.get_num_threads(),
+        ctypes.byref(settings),
+        ctypes.byref(c_step(step)),
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        step.kv.keys[layer].data_ptr(),
+        step.kv.values[layer].data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def decoder_layer(
+    layer: CLayer, step: PackedStep, index: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """One whole decoder layer; hidden [1, T, size], cos and sin [1, T, head_dim]. Writes K and V into the cache."""
+    hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
+    out = torch.empty_like(hidden)
+    _library().batchspec_layer(
+        torch.get_num_threads(),
+        ctypes.byref(layer),
+        ctypes.byref(c_step(step)),
+        hidden.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        step.kv.keys[index].data_ptr(),
+        step.kv.values[index].data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """logits [rows, vocab] -> int64 [rows]: the largest, the lowest id of equals."""
+    logits = logits.contiguous()
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    _library().batchspec_argmax(
+        torch.get_num_threads(), _is_bf16(logits), *logits.shape, logits.data_ptr(), out.data_ptr()
+    )
+    return out
+
+
+def _is_bf16(x: torch.Tensor) -> int:
+    return int(x.dtype == torch.bfloat16)
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.PyDLL:
+    library = build.load()
+    pointer = c_void_p
+    library.batchspec_linear.argtypes = (c_int, c_int64, pointer, c_int64, pointer, pointer)
+    library.batchspec_rms_norm.argtypes = (c_int64, c_int64, c_int64, pointer, pointer, c_float, pointer)
+    library.batchspec_attention.argtypes = (c_int, *[pointer] * 8)
+    library.batchspec_layer.argtypes = (c_int, *[pointer] * 8)
+    library.batchspec_argmax.argtypes = (c_int, c_int64, c_int64, c_int64, pointer, pointer)
+    for name in ("linear", "rms_norm", "attention", "layer", "argmax"):
+        getattr(library, f"batchspec_{name}").restype = None
+    return library

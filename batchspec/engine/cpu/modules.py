@@ -1,0 +1,218 @@
+"""Puts the kernels into a loaded `transformers` model: packed linears, and whole decoder layers where they are known.
+
+A layer is replaced only if its structure is the Llama family's and its output on a small random step agrees with the
+plain layer's; every other layer keeps its own code, with its linears packed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchspec.engine.cpu import kernels
+from batchspec.engine.kv_cache import KVCache, LayerShape, blocks_for
+from batchspec.engine.packed import PackedStep, Segment, pack
+
+# Relative error (L2) of a fused layer that another order of summation explains.
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+_CHECK_ROWS = (9, 14)
+
+
+class PackedLinear(nn.Module):
+    """nn.Linear with packed weights."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.panels = _frozen(kernels.pack_weight(weight))
+        packed_bias = kernels.pack_bias(bias)
+        self.bias = None if packed_bias is None else _frozen(packed_bias)
+        self.c = kernels.c_linear(self.in_features, self.out_features, self.panels, self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.linear(self.c, x)
+
+
+class PackedNorm(nn.Module):
+    """RMSNorm in one call."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.eps = _eps(norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+
+class FusedLayer(nn.Module):
+    """A Llama-type decoder layer (optionally with biases and query/key norms) in one call."""
+
+    def __init__(self, layer: Any, settings: kernels.CAttention) -> None:
+        super().__init__()
+        attn, mlp = layer.self_attn, layer.mlp
+        self.layer_idx: int = attn.layer_idx
+        self.qkv = _join([attn.q_proj, attn.k_proj, attn.v_proj], interleave=0)
+        self.output = _join([attn.o_proj], interleave=0)
+        self.gate_up = _join([mlp.gate_proj, mlp.up_proj], interleave=kernels.PANEL_COLUMNS // 2)
+        self.down = _join([mlp.down_proj], interleave=0)
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)]
+        self.norm_weights = nn.ParameterList([norm.weight for norm in norms if norm is not None])
+        self.c = kernels.CLayer(
+            settings,
+            attn.q_proj.in_features,
+            mlp.gate_proj.out_features,
+            self.qkv.c,
+            self.output.c,
+            self.gate_up.c,
+            self.down.c,
+            *(None if norm is None else norm.weight.data_ptr() for norm in norms),
+            *(0.0 if norm is None else _eps(norm) for norm in norms),
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        batchspec_step: PackedStep,
+        **_: Any,
+    ) -> torch.Tensor:
+        return kernels.decoder_layer(self.c, batchspec_step, self.layer_idx, hidden_states, *position_embeddings)
+
+
+def prepare_model(module: Any, layers: tuple[LayerShape, ...]) -> int:
+    """Pack and fuse `module` (a causal LM on CPU) in place; returns the number of layers fused.
+
+    Doing it twice changes nothing. The plain weights are let go, layer by layer.
+    """
+    fused = _fuse_layers(module, layers)
+    for name, child in list(module.named_modules()):
+        if type(child) is nn.Linear and child.in_features % 2 == 0:
+            module.set_submodule(name, PackedLinear(child.weight, child.bias))
+    return fused
+
+
+@torch.inference_mode()
+def _fuse_layers(module: Any, layers: tuple[LayerShape, ...]) -> int:
+    """Run a small step through the plain layers, and replace those whose fused form answers alike."""
+    candidates = [(name, layer) for name, layer in module.named_modules() if _is_fusible(layer)]
+    calls: dict[str, tuple[Any, Any, torch.Tensor]] = {}
+
+    def keep(name: str) -> Any:
+        def hook(_: Any, arguments: Any, keywords: Any, output: torch.Tensor) -> None:
+            calls[name] = (arguments, keywords, output)
+
+        return hook
+
+    hooks = [layer.register_forward_hook(keep(name), with_kwargs=True) for name, layer in candidates]
+    try:
+        settings = _run_recorded(module, _check_step(module, layers))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    num_fused = 0
+    for name, layer in candidates:
+        arguments, keywords, expected = calls.pop(name)
+        found = settings[layer.self_attn.layer_idx]
+        if found is None or keywords["position_embeddings"][0].shape[-1] != found.head_dim:
+            continue
+        fused = FusedLayer(layer, found)
+        got = fused(*arguments, **{**keywords, "batchspec_step": _check_step(module, layers)})
+        error = (got.float() - expected.float()).norm() / expected.float().norm()
+        if error <= _TOLERANCE[module.dtype]:
+            module.set_submodule(name, fused)
+            num_fused += 1
+    return num_fused
+
+
+def _run_recorded(module: Any, step: PackedStep) -> dict[int, kernels.CAttention | None]:
+    """Forward `step`; the settings that each layer's attention was called with, None where the kernels do not serve it."""
+    from transformers import AttentionInterface
+
+    from batchspec.engine import attention
+
+    settings: dict[int, kernels.CAttention | None] = {}
+
+    def record(layer: Any, query: Any, key: Any, value: Any, mask: Any, **keywords: Any) -> Any:
+        chosen = {name: keywords.get(name) for name in ("scaling", "sliding_window", "softcap")}
+        settings[layer.layer_idx] = kernels.attention_settings(query, key, value, **chosen)
+        return attention.batchspec_attention(layer, query, key, value, mask, **keywords)
+
+    AttentionInterface.register("batchspec_settings", record)
+    before = module.config._attn_implementation
+    module.set_attn_implementation("batchspec_settings")
+    try:
+        module(input_ids=step.input_ids, position_ids=step.positions, use_cache=False, batchspec_step=step)
+    finally:
+        module.set_attn_implementation(before)
+    return settings
+
+
+def _check_step(module: Any, layers: tuple[LayerShape, ...]) -> PackedStep:
+    """Two prefills of random tokens, over a cache of their own."""
+    generator = torch.Generator().manual_seed(2)
+    vocab_size = module.get_input_embeddings().weight.shape[0]
+    longest = max(_CHECK_ROWS)
+    kv = KVCache(
+        layers, 1 + len(_CHECK_ROWS) * blocks_for(longest), len(_CHECK_ROWS), longest, module.dtype, module.device
+    )
+    segments = []
+    for length in _CHECK_ROWS:
+        slot = kv.acquire_slot()
+        kv.reserve(slot, length)
+        segments.append(Segment(slot, torch.randint(vocab_size, (length,), generator=generator).tolist(), 0, True, ()))
+    return pack(segments, kv, 1, module.device)
+
+
+def _is_fusible(layer: Any) -> bool:
+    """The children of a Llama-type decoder layer, and nothing else."""
+    children = dict(layer.named_children())
+    if children.keys() != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return False
+    attn, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
+    norms = [
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        *(attn.pop(name, None) for name in ("q_norm", "k_norm")),
+    ]
+    act = mlp.pop("act_fn", None)
+    linears = [*attn.values(), *mlp.values()]
+    return (
+        attn.keys() == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        and mlp.keys() == {"gate_proj", "up_proj", "down_proj"}
+        and act is not None
+        and not [*layer.self_attn.parameters(recurse=False), *layer.mlp.parameters(recurse=False)]
+        and all(type(child) is nn.Linear for child in linears)
+        and all(norm is None or (_eps(norm) is not None and norm.weight.shape[0] % 16 == 0) for norm in norms)
+        and layer.self_attn.o_proj.out_features % kernels.PANEL_COLUMNS == 0
+        and layer.mlp.down_proj.in_features % (kernels.PANEL_COLUMNS // 2) == 0
+    )
+
+
+def _eps(norm: Any) -> float | None:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _join(linears: list[Any], interleave: int) -> PackedLinear:
+    """One linear for several of the same input: outputs one after the other, or in turns of `interleave` outputs."""
+
+    def join(parts: list[torch.Tensor]) -> torch.Tensor:
+        if not interleave:
+            return torch.cat(parts)
+        return torch.stack([part.unflatten(0, (-1, interleave)) for part in parts], dim=1).flatten(0, 2)
+
+    biases = [linear.bias for linear in linears]
+    if any(bias is not None for bias in biases):
+        biases = [
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
+        ]
+        return PackedLinear(join([linear.weight for linear in linears]), join(biases))
+    return PackedLinear(join([linear.weight for linear in linears]), None)
+
+
+def _frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,266 @@
+"""The engine: continuous batching with speculation. One step reads top to bottom as
+admit, propose, forward, accept, commit, retire."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from batchspec.engine.kv_cache import KVCache, blocks_for
+from batchspec.engine.meter import Meter
+from batchspec.engine.model import PackedModel
+from batchspec.engine.packed import Segment
+from batchspec.engine.prompts import OutputDecoder, PromptEncoder
+from batchspec.engine.sampling import SampledRow, Sampler
+from batchspec.engine.scheduler import Scheduler
+from batchspec.engine.sequence import Sequence, StepRow
+from batchspec.errors import RowError
+from batchspec.types import (
+    Drafter,
+    DraftRow,
+    EngineInfo,
+    FinishReason,
+    Method,
+    Outcome,
+    Proposal,
+    Request,
+    RequestSource,
+    RoutePolicy,
+    RowFailure,
+    StepAttribution,
+)
+from batchspec.workload import RequestClassifier
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is put together from; `load.py` builds them from a configuration, tests by hand."""
+
+    model: PackedModel
+    kv: KVCache
+    scheduler: Scheduler
+    encoder: PromptEncoder
+    decoder: OutputDecoder
+    sampler: Sampler
+    stop_ids: frozenset[int]
+    drafters: Mapping[Method, Drafter]
+    attribution: StepAttribution
+    meter: Meter
+    info: EngineInfo
+
+
+class TorchEngine:
+    """Decodes requests with a `PackedModel`. Rows of different routes share every step; a target-only row is a row
+    with an empty proposal."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._classifier = RequestClassifier()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._parts.info
+
+    @property
+    def metered_seconds(self) -> Mapping[str, float]:
+        return dict(self._parts.meter.seconds)
+
+    def run(self, source: RequestSource, policy: RoutePolicy) -> Iterator[Outcome]:
+        """Decode until the source ends. What the consumer does between two outcomes is not the engine's time."""
+        scheduler = self._parts.scheduler
+        ended = False
+        while not ended or scheduler.live or scheduler.waiting:
+            self._parts.meter.start()
+            outcomes, ended = self._step(source, policy)
+            yield from outcomes
+
+    def close(self) -> None:
+        self._parts.scheduler.live.clear()
+
+    def _step(self, source: RequestSource, policy: RoutePolicy) -> tuple[list[Outcome], bool]:
+        failures, ended = self._admit(source)
+        proposals = self._propose(policy)
+        rows, logits = self._forward(proposals)
+        blocks = self._accept(rows, logits)
+        finished = self._commit(rows, blocks)
+        return failures + self._retire(rows, finished), ended
+
+    def _admit(self, source: RequestSource) -> tuple[list[Outcome], bool]:
+        """Fill free slots while the KV blocks are expected to last: pre-empted rows first, then new ones.
+
+        Returns the rows that failed at the door, and whether the source has ended.
+        """
+        scheduler, meter = self._parts.scheduler, self._parts.meter
+        failures: list[Outcome] = []
+        while scheduler.has_slot():
+            if not scheduler.waiting:
+                idle = not scheduler.live
+                meter.lap("overhead" if failures or not idle else None)
+                request = source.take(wait=idle)
+                meter.lap("idle" if idle else "overhead")
+                if request is None:
+                    return failures, idle
+                try:
+                    scheduler.waiting.append(self._new_sequence(request))
+                except RowError as error:
+                    failures.append(RowFailure(request.row_index, error.error_type, error.message))
+                    continue
+            if not scheduler.fits(scheduler.waiting[0]):
+                break
+            scheduler.admit(scheduler.waiting.popleft())
+        return failures, False
+
+    def _new_sequence(self, request: Request) -> Sequence:
+        now = perf_counter()
+        prompt_ids = self._parts.encoder.encode(request)
+        budget = request.sampling.max_new_tokens
+        need, have = blocks_for(len(prompt_ids) + budget), self._parts.kv.num_usable_blocks
+        if need > have:
+            raise RowError(
+                "kv_overflow",
+                f"{len(prompt_ids)} prompt tokens + max_new_tokens {budget} need {need} KV blocks of {have}; "
+                "raise --kv-memory or lower max_new_tokens",
+            )
+        cell = self._classifier.classify(request.request_class, len(prompt_ids), budget).cell
+        return Sequence(request, cell, prompt_ids, len(prompt_ids), admitted_at=now)
+
+    def _propose(self, policy: RoutePolicy) -> dict[int, Proposal]:
+        """Ask each speculative row's drafter for up to k tokens, never more than the budget leaves before its last.
+
+        Returns proposals by slot.
+        """
+        scheduler = self._parts.scheduler
+        overhead = self._parts.meter.lap("overhead")
+        asking: dict[Method, list[tuple[Sequence, DraftRow]]] = defaultdict(list)
+        for sequence in scheduler.live:
+            sequence.overhead_seconds += overhead / len(scheduler.live)
+            if not sequence.caught_up:
+                continue
+            route = policy.route(sequence.request_class, len(scheduler.live))
+            sequence.follow(route)
+            room = min(route.num_speculative_tokens, sequence.remaining_budget - 1)
+            if route.method is not Method.TARGET_ONLY and room > 0:
+                asking[route.method].append((sequence, sequence.draft_row(route, room)))
+
+        proposals: dict[int, Proposal] = {}
+        for method, asked in asking.items():
+            drafted = self._parts.drafters[method].propose([row for _, row in asked])
+            seconds = self._parts.meter.lap("draft") / len(asked)
+            for (sequence, _), proposal in zip(asked, drafted, strict=True):
+                sequence.draft_seconds += seconds
+                sequence.counter.num_draft_steps += proposal.num_draft_steps
+                proposals[sequence.slot] = proposal
+        return proposals
+
+    def _forward(self, proposals: dict[int, Proposal]) -> tuple[list[StepRow], torch.Tensor]:
+        """One ragged target pass over every row's known tokens and proposals; logits [sum of num_choices, vocab]."""
+        rows = self._parts.scheduler.plan(proposals)
+        if not rows:
+            return rows, torch.empty(0)
+        now = perf_counter()
+        segments = []
+        for row in rows:
+            sequence = row.sequence
+            sequence.first_forward_at = sequence.first_forward_at or now
+            token_ids = [*row.known, *row.proposal.token_ids]
+            wanted = range(len(token_ids) - row.num_choices, len(token_ids))
+            segments.append(Segment(sequence.slot, token_ids, sequence.num_computed, row.prefill, wanted))
+        return rows, self._parts.model.forward(segments, self._parts.kv)
+
+    def _accept(self, rows: list[StepRow], logits: torch.Tensor) -> list[tuple[list[int], int]]:
+        """Per row, the block that the target writes (accepted prefix and one target token), and how much of it was
+        accepted. Rows that are not at their end yet get an empty block."""
+        sampled = [
+            SampledRow(row.sequence.request.sampling, row.sequence.request.row_key, row.sequence.num_output_tokens + i)
+            for row in rows
+            for i in range(row.num_choices)
+        ]
+        chosen = self._parts.sampler.choose(logits, sampled) if sampled else []
+        self._attribute_forward(rows)
+        blocks = []
+        start = 0
+        for row in rows:
+            choices = chosen[start : start + row.num_choices]
+            start += row.num_choices
+            num_accepted = 0
+            while num_accepted < len(choices) - 1 and choices[num_accepted] == row.proposal.token_ids[num_accepted]:
+                num_accepted += 1
+            blocks.append((choices[: num_accepted + 1], num_accepted))
+        return blocks
+
+    def _commit(self, rows: list[StepRow], blocks: list[tuple[list[int], int]]) -> list[Sequence]:
+        """Append the blocks, cut where the row ends, count, and roll the KV cache back to what is now text.
+
+        Returns the rows that ended.
+        """
+        now = perf_counter()
+        finished = []
+        for row, (block, num_accepted) in zip(rows, blocks, strict=True):
+            sequence = row.sequence
+            num_kept = self._end_of(sequence, block) if row.samples else 0
+            num_accepted = min(num_accepted, num_kept)
+            sequence.token_ids += block[:num_kept]
+            sequence.num_computed += len(row.known) + num_accepted
+            sequence.count_step(row, num_kept, num_accepted, num_live=len(rows))
+            self._parts.kv.trim(sequence.slot, sequence.num_computed)
+            if row.samples and sequence.first_token_at is None:
+                sequence.first_token_at = now
+            if sequence.finish_reason is not None:
+                sequence.text = (
+                    sequence.text if sequence.text is not None else self._parts.decoder.text(sequence.output_ids)
+                )
+                finished.append(sequence)
+        return finished
+
+    def _end_of(self, sequence: Sequence, block: list[int]) -> int:
+        """How many of the block's tokens the row keeps: up to an end-of-sequence id, the token that completes a stop
+        string, or the budget, whichever comes first. Notes the reason on the sequence."""
+        params = sequence.request.sampling
+        kept = next((i + 1 for i, token in enumerate(block) if token in self._parts.stop_ids), len(block))
+        if block[kept - 1] in self._parts.stop_ids:
+            sequence.finish_reason = FinishReason.STOP
+        elif sequence.remaining_budget == kept:
+            sequence.finish_reason = FinishReason.LENGTH
+        if params.stop:
+            before = sequence.num_output_tokens
+            output = sequence.output_ids + block[:kept]
+            match = self._parts.decoder.find_stop(output, before, params.stop, params.min_new_tokens)
+            if match is not None:
+                sequence.finish_reason = FinishReason.STOP
+                kept, sequence.text = match[0] - before, match[1]
+        return kept
+
+    def _retire(self, rows: list[StepRow], finished: list[Sequence]) -> list[Outcome]:
+        """Attribute the step's remaining time, and turn ended rows into completions."""
+        overhead = self._parts.meter.lap("overhead" if rows else None)
+        for row in rows:
+            row.sequence.overhead_seconds += overhead / len(rows)
+        now = perf_counter()
+        completions: list[Outcome] = []
+        for sequence in finished:
+            self._parts.scheduler.retire(sequence)
+            for drafter in self._parts.drafters.values():
+                drafter.forget(sequence.request.row_index)
+            completions.append(sequence.completion(now))
+        return completions
+
+    def _attribute_forward(self, rows: list[StepRow]) -> None:
+        """Split the seconds since the proposals among the rows of the forward."""
+        if not rows:
+            return
+        seconds = self._parts.meter.lap()
+        shares = self._parts.attribution.shares(
+            [row.num_positions for row in rows],
+            [row.sequence.num_computed + row.num_positions for row in rows],
+        )
+        for row, share in zip(rows, shares, strict=True):
+            line = "prefill" if row.prefill else "verify"
+            self._parts.meter.seconds[line] += seconds * share
+            if row.prefill:
+                row.sequence.prefill_seconds += seconds * share
+            else:
+                row.sequence.verify_seconds += seconds * share

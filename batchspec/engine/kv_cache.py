@@ -1,0 +1,114 @@
+"""The paged KV cache: one pool of fixed-size blocks per layer, and a table of blocks per sequence slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+BLOCK_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """K and V of one layer, as the attention function saw them."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def elements_per_token(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class KVCache:
+    """Blocks of keys and values for up to `max_sequences` sequences of up to `max_tokens` tokens.
+
+    keys[layer], values[layer]: [num_blocks, BLOCK_TOKENS, num_kv_heads, head_dim]. Block 0 belongs to nobody: the
+    rows that round a forward up write there. A slot's table names its blocks in order, so token t of a slot lives at
+    flat position `block_tables[slot, t // BLOCK_TOKENS] * BLOCK_TOKENS + t % BLOCK_TOKENS`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        max_sequences: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        # zeroed, because a masked key still meets a zero weight, and 0 x NaN is NaN; on CPU the pages stay untouched
+        def pool(layer: LayerShape, dim: int) -> torch.Tensor:
+            return torch.zeros(num_blocks, BLOCK_TOKENS, layer.num_kv_heads, dim, dtype=dtype, device=device)
+
+        self.keys = [pool(layer, layer.key_dim) for layer in layers]
+        self.values = [pool(layer, layer.value_dim) for layer in layers]
+        self.num_blocks = num_blocks
+        self.max_tokens = max_tokens
+        self.block_tables = np.zeros((max_sequences, blocks_for(max_tokens)), dtype=np.int32)
+        self._num_blocks_of_slot = [0] * max_sequences
+        self._free_blocks = list(range(num_blocks - 1, 0, -1))
+        self._free_slots = list(range(max_sequences - 1, -1, -1))
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free_blocks)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.num_blocks - 1
+
+    def acquire_slot(self) -> int:
+        """A slot with an empty table. Raises IndexError where all are taken."""
+        return self._free_slots.pop()
+
+    def release_slot(self, slot: int) -> None:
+        """Give the slot and all its blocks back."""
+        self.trim(slot, 0)
+        self._free_slots.append(slot)
+
+    def reserve(self, slot: int, num_tokens: int) -> bool:
+        """Grow the slot's table to hold `num_tokens`. False, with nothing changed, where the blocks do not last."""
+        have = self._num_blocks_of_slot[slot]
+        need = blocks_for(num_tokens)
+        if need - have > len(self._free_blocks):
+            return False
+        for index in range(have, need):
+            self.block_tables[slot, index] = self._free_blocks.pop()
+        self._num_blocks_of_slot[slot] = max(have, need)
+        return True
+
+    def trim(self, slot: int, num_tokens: int) -> None:
+        """Give back the blocks beyond the first `num_tokens` tokens (what a rejected proposal had taken)."""
+        keep = blocks_for(num_tokens)
+        for index in range(keep, self._num_blocks_of_slot[slot]):
+            self._free_blocks.append(int(self.block_tables[slot, index]))
+            self.block_tables[slot, index] = 0
+        self._num_blocks_of_slot[slot] = min(keep, self._num_blocks_of_slot[slot])
+
+    def check_integrity(self) -> None:
+        """Raise ValueError, with the numbers, unless every block is free or owned by exactly one slot."""
+        owned = [
+            int(block)
+            for slot, count in enumerate(self._num_blocks_of_slot)
+            for block in self.block_tables[slot, :count]
+        ]
+        seen = sorted(owned + self._free_blocks)
+        if seen != list(range(1, self.num_blocks)):
+            raise ValueError(
+                f"KV blocks lost or shared: {len(owned)} owned + {len(self._free_blocks)} free, "
+                f"{self.num_usable_blocks} expected, {len(set(seen))} distinct"
+            )
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
+def bytes_per_block(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    return BLOCK_TOKENS * dtype.itemsize * sum(layer.elements_per_token for layer in layers)

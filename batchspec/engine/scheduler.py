@@ -1,0 +1,108 @@
+"""Which rows are live, what each feeds to the next step, and which gives way when the KV cache runs short."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from batchspec.engine.kv_cache import KVCache, blocks_for
+from batchspec.engine.sequence import Sequence, StepRow
+from batchspec.types import NO_PROPOSAL, Proposal
+
+# Known output tokens are fed back after a pre-emption in blocks like those of speculation, since the bits of their
+# K and V must be those of the decode kernel.
+REPLAY_TOKENS = 16
+
+# What a row is expected to write before anything has finished.
+_PRIOR_OUTPUT_TOKENS = 64
+_PRIOR_ROWS = 4
+
+
+class Scheduler:
+    """Live rows in order of admission. All limits of a step are kept here."""
+
+    def __init__(self, kv: KVCache, max_batch: int, prefill_chunk_tokens: int, step_prefill_tokens: int) -> None:
+        self.live: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.num_preemptions = 0
+        self.max_live = 0
+        self._kv = kv
+        self._max_batch = max_batch
+        self._chunk = prefill_chunk_tokens
+        self._step_prefill_tokens = step_prefill_tokens
+        self._sum_output_tokens = _PRIOR_OUTPUT_TOKENS * _PRIOR_ROWS
+        self._num_finished = _PRIOR_ROWS
+
+    def has_slot(self) -> bool:
+        return len(self.live) < self._max_batch
+
+    def fits(self, sequence: Sequence) -> bool:
+        """The blocks are expected to last for this row beside the live ones. A row alone always fits."""
+        growing = sum(blocks_for(self._expected_growth(s)) for s in [*self.live, sequence])
+        return not self.live or self._kv.num_free_blocks >= growing
+
+    def _expected_growth(self, sequence: Sequence) -> int:
+        """Tokens that the row will still add to the cache: what is not computed yet, and the mean answer's rest."""
+        mean_output_tokens = self._sum_output_tokens // self._num_finished
+        rest = min(sequence.remaining_budget, max(1, mean_output_tokens - sequence.num_output_tokens))
+        return len(sequence.token_ids) - sequence.num_computed + rest
+
+    def admit(self, sequence: Sequence) -> None:
+        sequence.slot = self._kv.acquire_slot()
+        self.live.append(sequence)
+        self.max_live = max(self.max_live, len(self.live))
+
+    def retire(self, sequence: Sequence) -> None:
+        """The row has ended: give its slot and blocks back, and remember how long its answer was."""
+        self._kv.release_slot(sequence.slot)
+        self.live.remove(sequence)
+        self._sum_output_tokens += sequence.num_output_tokens
+        self._num_finished += 1
+
+    def plan(self, proposals: dict[int, Proposal]) -> list[StepRow]:
+        """The rows of the next step, decode rows first, with their blocks reserved.
+
+        Prefill goes in chunks that end at multiples of the chunk size, so that a position is always computed in the
+        same company of earlier positions; a step takes a bounded number of them. On shortage the newest row is
+        pre-empted: its blocks go back and it will be recomputed, to the same bits.
+        """
+        rows: list[StepRow] = []
+        prefill_tokens = 0
+        for sequence in list(self.live):
+            if sequence.slot < 0:
+                continue  # pre-empted by an older row of this very step
+            if sequence.in_prefill:
+                end = min(sequence.num_prompt_tokens, (sequence.num_computed // self._chunk + 1) * self._chunk)
+                if prefill_tokens and prefill_tokens + end - sequence.num_computed > self._step_prefill_tokens:
+                    continue
+            else:
+                end = min(len(sequence.token_ids), sequence.num_computed + REPLAY_TOKENS)
+            row = StepRow(
+                sequence,
+                known=sequence.token_ids[sequence.num_computed : end],
+                proposal=proposals.get(sequence.slot, NO_PROPOSAL),
+                prefill=sequence.in_prefill,
+                samples=end == len(sequence.token_ids),
+            )
+            if not self._reserve(row):
+                continue
+            prefill_tokens += len(row.known) if row.prefill else 0
+            rows.append(row)
+        return sorted((r for r in rows if r.sequence.slot >= 0), key=lambda row: row.prefill)
+
+    def _reserve(self, row: StepRow) -> bool:
+        """Blocks for the row's positions, taken from newer rows if need be. False where the row itself gave way."""
+        sequence = row.sequence
+        while not self._kv.reserve(sequence.slot, sequence.num_computed + row.num_positions):
+            newest = self.live[-1]
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._kv.release_slot(sequence.slot)
+        sequence.slot = -1
+        sequence.num_computed = 0
+        self.live.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
