@@ -15,8 +15,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchspec.accounting.cost import usd_per_million
+from batchspec.io.parser import text_forms
 from batchspec.stats import DecodeStats, ratio
-from batchspec.workload import DEFAULT_LABEL
+from batchspec.workload import RequestClassifier
 
 ERROR_ROWS = "error"
 """Stands where the method would, for rows that could not be answered."""
@@ -142,6 +143,8 @@ def sum_rows(
 
 def _totals_of_rows(columns: Mapping[str, pa.ChunkedArray]) -> pa.Table:
     """Result rows as totals of one row each."""
+    label = RequestClassifier().label
+    classes = text_forms(columns["request_class"].combine_chunks())
     is_error = pc.is_valid(columns["error_type"])
     totals = {name: columns[name].fill_null(0) for name in _SUMMED}
     for name in ("input_tokens", "output_tokens"):
@@ -149,7 +152,7 @@ def _totals_of_rows(columns: Mapping[str, pa.ChunkedArray]) -> pa.Table:
     live_sequences = columns["mean_live_sequences"].fill_null(0.0)
     return pa.table(
         {
-            "request_class": columns["request_class"].cast(pa.string()).fill_null(DEFAULT_LABEL),
+            "request_class": pa.array([label(text) for text in classes], pa.string()),
             "method": pc.if_else(is_error, ERROR_ROWS, columns["method"].cast(pa.string())),
             "error_type": columns["error_type"].cast(pa.string()),
             "rows": pa.repeat(1, len(is_error)),

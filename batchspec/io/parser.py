@@ -128,10 +128,11 @@ def _value(scalar: pa.Scalar, name: str) -> Any:
 
 
 def _texts(batch: pa.RecordBatch, name: str) -> list[str | None]:
-    """The column's values in their text form; bytes that are not UTF-8 appear as `\\xff`."""
-    if name not in batch.schema.names:
-        return [None] * batch.num_rows
-    column = batch.column(name)
+    return text_forms(batch.column(name)) if name in batch.schema.names else [None] * batch.num_rows
+
+
+def text_forms(column: pa.Array) -> list[str | None]:
+    """The values, of any type, in their text form; bytes that are not UTF-8 appear as `\\xff`."""
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     kind = plain_type(column.type, text=pa.binary())

@@ -104,16 +104,27 @@ def test_prefix_and_the_inputs_own_class_column(write_part: WritePart) -> None:
 
 def test_rows_without_a_class_are_the_class_default(write_part: WritePart) -> None:
     part = write_part([answered(None), answered("default"), answered("")])
-    assert {name: totals.rows for name, totals in sum_rows([part]).by_class().items()} == {"": 1, "default": 2}
+    assert {name: totals.rows for name, totals in sum_rows([part]).by_class().items()} == {"default": 3}
 
 
-@pytest.mark.parametrize("kind", [pa.dictionary(pa.int8(), pa.string()), pa.large_string(), pa.string()])
-def test_classes_of_every_text_encoding(write_part: WritePart, tmp_path: Path, kind: pa.DataType) -> None:
-    table = pq.read_table(write_part([answered("é"), answered(None)]))
-    index = table.schema.get_field_index("request_class")
-    path = tmp_path / "encoded.parquet"
-    pq.write_table(table.set_column(index, "request_class", table["request_class"].cast(kind)), path)
-    assert set(sum_rows([path]).by_class()) == {"default", "é"}
+@pytest.mark.parametrize(
+    ("classes", "labels"),
+    [
+        (pa.array(["é", None], pa.dictionary(pa.int8(), pa.string())), {"é", "default"}),
+        (pa.array(["é", None], pa.large_string()), {"é", "default"}),
+        (pa.array([b"\xe9", b"plain"], pa.binary()), {"\\xe9", "plain"}),
+        (pa.array([b"\xe9", b"plain"], pa.binary()).view(pa.string()), {"\\xe9", "plain"}),
+        (pa.array([2**60 + 1, None], pa.int64()), {"1152921504606846977", "default"}),
+        (pa.array([[1, 2], None], pa.list_(pa.int8())), {"[1, 2]", "default"}),
+    ],
+)
+def test_classes_of_every_type_are_the_labels_that_routing_sees(
+    write_part: WritePart, tmp_path: Path, classes: pa.Array, labels: set[str]
+) -> None:
+    table = pq.read_table(write_part([answered(), answered()]))
+    path = tmp_path / "typed.parquet"
+    pq.write_table(table.set_column(0, "request_class", classes), path)
+    assert set(sum_rows([path]).by_class()) == labels
 
 
 def test_open_files_are_read_one_at_a_time(write_part: WritePart) -> None:
