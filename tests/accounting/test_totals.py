@@ -1,5 +1,5 @@
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +7,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchspec.accounting.cost import ROW_LINES, StepAttributionRule
 from batchspec.accounting.totals import RowTotals, Totals, sum_rows
+from batchspec.config import EngineConfig, InputConfig
+from batchspec.engine.fake import FakeEngine
+from batchspec.io.schema import ResultRow, ResultSchema
+from batchspec.profile.policy import StaticPolicy
+from batchspec.stats import DecodeStats
+from batchspec.types import Completion, Method, Request, Route
 
 WritePart = Callable[..., Path]
+
+
+class ListSource:
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests = iter(requests)
+
+    def take(self, wait: bool) -> Request | None:
+        return next(self._requests, None)
 
 
 def answered(request_class: str | None = "a", method: str = "target_only", **columns: Any) -> dict[str, Any]:
@@ -151,3 +166,28 @@ def test_many_parts_sum_to_the_same_as_one(write_part: WritePart) -> None:
     assert len(parts) > 2 * 64
     assert many == one
     assert many.job.rows == 1000
+
+
+def test_parts_of_a_real_run_sum_to_its_counters(tmp_path: Path) -> None:
+    rows = [Request(i, prompt=f"row {i}", request_class="ab"[i % 2]) for i in range(80)]
+    rows.append(Request(80, prompt="x" * 40_000, request_class="a"))
+    engine = FakeEngine.load(EngineConfig(engine="fake"), "cpu", 1, 1.0, StepAttributionRule())
+    policy = StaticPolicy(Route(Method.TARGET_ONLY), {"b": Route(Method.PROMPT_LOOKUP, 4)})
+    outcomes = sorted(engine.run(ListSource(rows), policy), key=lambda outcome: outcome.row_index)
+    results = [ResultRow(outcome, 0, 1, 2.0, row.request_class) for outcome, row in zip(outcomes, rows, strict=True)]
+    prompts = pa.table({"prompt": [row.prompt for row in rows]})
+    schema = ResultSchema(prompts.schema, InputConfig(), prefix="gen_")
+    pq.write_table(schema.build_table(prompts, "in.parquet", 0, results), tmp_path / "part-00000.parquet")
+
+    totals = sum_rows([tmp_path / "part-00000.parquet"], prefix="gen_", class_column="gen_request_class")
+    answers = [outcome for outcome in outcomes if isinstance(outcome, Completion)]
+    assert list(totals.groups) == [("a", "error"), ("a", "target_only"), ("b", "prompt_lookup")]
+    assert totals.error_types == {"context_overflow": 1}
+    assert totals.job.output_tokens == sum(answer.output_tokens for answer in answers)
+    assert totals.job.input_tokens == sum(answer.input_tokens for answer in answers)
+    counted = sum((answer.stats for answer in answers), start=DecodeStats())
+    assert totals.job.stats.num_target_steps == counted.num_target_steps
+    assert totals.job.stats.acceptance_rate == counted.acceptance_rate
+    on_rows = sum(engine.metered_seconds[name] for name in ROW_LINES)
+    assert totals.job.device_seconds == pytest.approx(on_rows)
+    assert totals.job.cost_usd == pytest.approx(on_rows / 3600 * 2.0)
