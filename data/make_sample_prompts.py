@@ -197,7 +197,7 @@ def open_writing_rows(rng: random.Random) -> list[Row]:
             tasks.append(task)
     return [
         {"topic": "opinion" if index < len(writing["opinions"]) else "fiction", "messages": chat(task)}
-        | ({"min_new_tokens": 32} if index % 6 == 0 else {})
+        | ({"min_new_tokens": 8} if index % 6 == 0 else {})
         for index, task in enumerate(tasks)
     ]
 

@@ -19,6 +19,7 @@ LEVELS = [
     {"profile.measure", "accounting", "report", "audit"},
     {"pipeline"},
     {"cli"},
+    {"__main__"},
 ]
 FORBIDDEN = [("engine", "io"), ("engine", "pipeline")]
 HOMES = {
