@@ -42,7 +42,8 @@ def refuse_unsupported_config(config: Any) -> None:
         )
     if reasons:
         raise UnsupportedModelError(
-            f"model type {config.model_type} is not supported: {'; '.join(reasons)}. Rows would influence each other's text"
+            f"model type {config.model_type} is not supported: {'; '.join(reasons)}. "
+            "Rows could not be answered exactly, or would influence each other"
         )
 
 
@@ -82,9 +83,8 @@ def record_layers(module: Any) -> tuple[LayerShape, ...]:
         layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **keywords: Any
     ) -> tuple[torch.Tensor, None]:
         known = {name: keywords.pop(name, None) for name in ("scaling", "dropout", "sliding_window", "softcap")}
-        attention.refuse_unknown_keywords(
-            layer, mask, known["dropout"] or 0.0, keywords.pop("is_causal", True), keywords
-        )
+        is_causal = keywords.pop("is_causal", True)
+        attention.refuse_unknown_keywords(layer, mask, known["dropout"] or 0.0, is_causal, keywords)
         seen[layer.layer_idx] = (LayerShape(key.shape[1], key.shape[3], value.shape[3]), known["sliding_window"])
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -100,7 +100,7 @@ def record_layers(module: Any) -> tuple[LayerShape, ...]:
     for index, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         if layer_type == "sliding_attention" and seen[index][1] is None:
             raise UnsupportedModelError(
-                f"{type(module).__name__}: layer {index} has a sliding window that does not reach the attention function"
+                f"{type(module).__name__}: the sliding window of layer {index} does not reach the attention function"
             )
     return tuple(seen[index][0] for index in sorted(seen))
 
@@ -122,8 +122,8 @@ def check_packed_forward(module: Any) -> tuple[LayerShape, ...]:
         error = float((expected - got).norm() / expected.norm().clamp_min(1e-6))
         if not error <= _CHECK_TOLERANCE[module.dtype]:
             raise UnsupportedModelError(
-                f"{type(module).__name__}: a packed forward differs from the model's own by {error:.2g} (relative), more "
-                f"than {module.dtype} rounding explains; the model does something that this engine does not reproduce"
+                f"{type(module).__name__}: a packed forward differs from the model's own by {error:.2g} (relative), "
+                f"more than {module.dtype} rounding explains; it does something that this engine does not reproduce"
             )
     return layers
 
@@ -187,9 +187,8 @@ def probe_batch_invariance(model: PackedModel, max_rows: int = 320) -> str | Non
 
     expected_prefill = model.forward([prefill(alone, prompt)], kv)[0]
     expected = torch.cat([model.forward([decode(alone, i, i + 1)], kv) for i in range(len(answer))])
-    if not torch.equal(
-        model.forward([prefill(mixed, prompt), *(prefill(s, filler) for s in others)], kv)[0], expected_prefill
-    ):
+    beside_others = [prefill(mixed, prompt), *(prefill(s, filler) for s in others)]
+    if not torch.equal(model.forward(beside_others, kv)[0], expected_prefill):
         return f"a prefill beside {len(others)} others"
     for first, last in ((0, 2), (2, 6), (0, 6)):
         if not torch.equal(model.forward([decode(mixed, first, last)], kv), expected[first:last]):

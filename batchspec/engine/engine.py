@@ -210,9 +210,6 @@ class TorchEngine:
             if row.samples and sequence.first_token_at is None:
                 sequence.first_token_at = now
             if sequence.finish_reason is not None:
-                sequence.text = (
-                    sequence.text if sequence.text is not None else self._parts.decoder.text(sequence.output_ids)
-                )
                 finished.append(sequence)
         return finished
 
@@ -221,17 +218,20 @@ class TorchEngine:
         string, or the budget, whichever comes first. Notes the reason on the sequence."""
         params = sequence.request.sampling
         kept = next((i + 1 for i, token in enumerate(block) if token in self._parts.stop_ids), len(block))
-        if block[kept - 1] in self._parts.stop_ids:
+        before = sequence.num_output_tokens
+        output = sequence.output_ids + block[:kept]
+        if output[-1] in self._parts.stop_ids:
             sequence.finish_reason = FinishReason.STOP
+            output.pop()
         elif sequence.remaining_budget == kept:
             sequence.finish_reason = FinishReason.LENGTH
-        if params.stop:
-            before = sequence.num_output_tokens
-            output = sequence.output_ids + block[:kept]
-            match = self._parts.decoder.find_stop(output, before, params.stop, params.min_new_tokens)
-            if match is not None:
-                sequence.finish_reason = FinishReason.STOP
-                kept, sequence.text = match[0] - before, match[1]
+        decoder = self._parts.decoder
+        match = decoder.find_stop(output, before, params.stop, params.min_new_tokens) if params.stop else None
+        if match is not None:
+            sequence.finish_reason = FinishReason.STOP
+            kept, sequence.text = match[0] - before, match[1]
+        elif sequence.finish_reason is not None:
+            sequence.text = decoder.text(output)
         return kept
 
     def _retire(self, rows: list[StepRow], finished: list[Sequence]) -> list[Outcome]:
