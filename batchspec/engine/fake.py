@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from batchspec.config import EngineConfig
 from batchspec.engine.fake_answers import Answer, accepted_draft_mask, answer, count_input_tokens
+from batchspec.engine.meter import Meter
 from batchspec.stats import DecodeCounter
 from batchspec.types import (
     Completion,
@@ -72,11 +73,9 @@ class FakeEngine:
     def __init__(self, config: EngineConfig, device: str, device_share: float, attribution: StepAttribution) -> None:
         self._config = config
         self._device = device
-        self._device_share = device_share
         self._attribution = attribution
         self._classifier = RequestClassifier()
-        self._metered = dict.fromkeys(("load", "warmup", "prefill", "draft", "verify", "overhead", "idle"), 0.0)
-        self._mark = time.perf_counter()
+        self._meter = Meter(device_share)
         self._carried_seconds = 0.0
 
     @classmethod
@@ -84,7 +83,7 @@ class FakeEngine:
         cls, config: EngineConfig, device: str, threads: int, device_share: float, attribution: StepAttribution
     ) -> FakeEngine:
         engine = cls(config, device, device_share, attribution)
-        engine._metered["load"] += engine._lap()
+        engine._meter.lap("load")
         return engine
 
     @property
@@ -101,11 +100,11 @@ class FakeEngine:
 
     @property
     def metered_seconds(self) -> Mapping[str, float]:
-        return dict(self._metered)
+        return dict(self._meter.seconds)
 
     def run(self, source: RequestSource, policy: RoutePolicy) -> Iterator[Outcome]:
         live: list[_Row] = []
-        self._metered["idle"] += self._lap()
+        self._meter.lap("idle")
         while True:
             failures = self._admit(source, live)
             if failures is None:
@@ -117,66 +116,58 @@ class FakeEngine:
                 yield from self._hand_over(finished)
 
     def close(self) -> None:
-        self._metered["idle"] += self._carried_seconds + self._lap()
-        self._carried_seconds = 0.0
-
-    def _lap(self) -> float:
-        """Device seconds since the last lap."""
-        now = time.perf_counter()
-        seconds = (now - self._mark) * self._device_share
-        self._mark = now
-        return seconds
+        self._idle()
 
     def _hand_over(self, outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
         for outcome in outcomes:
-            self._carried_seconds += self._lap()
+            self._carried_seconds += self._meter.lap()
             yield outcome
-            self._metered["idle"] += self._lap()
+            self._meter.lap("idle")
+
+    def _idle(self) -> None:
+        """Put the time up to here, and what was to go to rows that never came, on the idle line."""
+        self._meter.lap("idle")
+        self._meter.seconds["idle"] += self._carried_seconds
+        self._carried_seconds = 0.0
 
     def _admit(self, source: RequestSource, live: list[_Row]) -> list[RowFailure] | None:
         """Fill free slots; None when the source has ended. Hands refused rows over before it takes more."""
         failures: list[RowFailure] = []
         while len(live) < self._config.max_batch and not failures:
-            self._carried_seconds += self._lap()
+            self._carried_seconds += self._meter.lap()
+            admitted = time.perf_counter()
             request = source.take(wait=False)
             if request is None:
                 if live:
                     break
                 request = source.take(wait=True)
-                self._metered["idle"] += self._carried_seconds + self._lap()
-                self._carried_seconds = 0.0
+                self._idle()
                 if request is None:
                     return None
-            admitted = self._mark
+                admitted = time.perf_counter()
             input_tokens, budget = count_input_tokens(request), request.sampling.max_new_tokens
             if input_tokens + budget > CONTEXT_TOKENS:
                 message = (
                     f"{input_tokens} prompt tokens + max_new_tokens {budget} exceed the model's context of "
                     f"{CONTEXT_TOKENS} tokens; shorten the prompt or lower max_new_tokens"
                 )
-                times = StepTimes(overhead_seconds=self._charge_admission())
+                times = StepTimes(overhead_seconds=self._meter.lap("overhead"))
                 failures.append(RowFailure(request.row_index, "context_overflow", message, input_tokens, times))
                 continue
             cell = self._classifier.classify(request.request_class, input_tokens, budget).cell
             row_answer = answer(request)
-            live.append(_Row(request, cell, row_answer, input_tokens, admitted, self._charge_admission()))
+            live.append(_Row(request, cell, row_answer, input_tokens, admitted, self._meter.lap("overhead")))
         return failures
-
-    def _charge_admission(self) -> float:
-        """The seconds of the admission that just ended, which are the row's own."""
-        seconds = self._lap()
-        self._metered["overhead"] += seconds
-        return seconds
 
     def _step(self, live: list[_Row], policy: RoutePolicy) -> list[Completion]:
         """Propose, forward, accept and commit for every live row; the completions of those that ended."""
-        self._carried_seconds += self._lap()
-        started = self._mark
+        self._carried_seconds += self._meter.lap()
+        started = time.perf_counter()
         self._propose(live, policy)
         drafting = [row for row in live if row.num_proposed]
-        proposing_seconds = self._lap()
+        proposing_seconds = self._meter.lap()
         if drafting:
-            self._metered["draft"] += proposing_seconds
+            self._meter.seconds["draft"] += proposing_seconds
             for row in drafting:
                 row.draft_seconds += proposing_seconds / len(drafting)
         else:
@@ -190,8 +181,9 @@ class FakeEngine:
         num_committed = sum([_commit(row, len(live)) for row in live])
         if self._config.fake_tokens_per_second:
             time.sleep(num_committed / self._config.fake_tokens_per_second)
-        self._charge_step(live, shares, prefilling, started)
-        return [_complete(row, self._mark) for row in live if row.done]
+        ended = time.perf_counter()
+        self._charge_step(live, shares, prefilling, started, ended)
+        return [_complete(row, ended) for row in live if row.done]
 
     def _propose(self, live: list[_Row], policy: RoutePolicy) -> None:
         routes: dict[str, Route] = {}
@@ -210,9 +202,11 @@ class FakeEngine:
                     num_tokens = len(row.answer.token_ids)
                     row.accepted_mask = accepted_draft_mask(row.request, num_tokens, self._config.fake_acceptance)
 
-    def _charge_step(self, live: list[_Row], shares: list[float], prefilling: list[bool], started: float) -> None:
+    def _charge_step(
+        self, live: list[_Row], shares: list[float], prefilling: list[bool], started: float, ended: float
+    ) -> None:
         """Give the step's forward and the overhead since the last step to its rows."""
-        forward_seconds, overhead_seconds = self._lap(), self._carried_seconds
+        forward_seconds, overhead_seconds = self._meter.lap(), self._carried_seconds
         self._carried_seconds = 0.0
         prefill_share = verify_share = 0.0
         for row, share, in_prefill in zip(live, shares, prefilling, strict=True):
@@ -221,13 +215,13 @@ class FakeEngine:
                 prefill_share += share
                 row.prefill_seconds += share * forward_seconds
                 row.queue_seconds = started - row.admitted
-                row.first_token_seconds = self._mark - row.admitted
+                row.first_token_seconds = ended - row.admitted
             else:
                 verify_share += share
                 row.verify_seconds += share * forward_seconds
-        self._metered["overhead"] += overhead_seconds
-        self._metered["prefill"] += forward_seconds * prefill_share
-        self._metered["verify"] += forward_seconds * verify_share
+        self._meter.seconds["overhead"] += overhead_seconds
+        self._meter.seconds["prefill"] += forward_seconds * prefill_share
+        self._meter.seconds["verify"] += forward_seconds * verify_share
 
 
 def _differs(route: Route, earlier: Route) -> bool:

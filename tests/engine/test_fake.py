@@ -312,8 +312,8 @@ def test_row_shares_add_up_to_the_metered_lines(k: int) -> None:
     outcomes = list(fake.run(ListSource(rows), static(k)))
     for name in ROW_LINES:
         on_rows = sum(getattr(outcome.times, f"{name}_seconds") for outcome in outcomes)
-        assert on_rows == pytest.approx(fake.metered_seconds[name], rel=1e-9, abs=1e-12)
-    assert (fake.metered_seconds["draft"] > 0) == (k > 0)
+        assert on_rows == pytest.approx(fake.metered_seconds.get(name, 0.0), rel=1e-9, abs=1e-12)
+    assert ("draft" in fake.metered_seconds) == (k > 0)
     assert all(outcome.times.device_seconds > 0 for outcome in outcomes)
     for outcome in outcomes:
         if isinstance(outcome, Completion):
