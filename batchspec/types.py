@@ -89,7 +89,7 @@ class Request:
 
     @property
     def row_key(self) -> str:
-        """The key of the row's noise stream: its id if given (any order of rows gives the same text), else its index."""
+        """The key of the row's noise stream: its id if given (rows in any order give the same text), else its index."""
         return f"id:{self.request_id}" if self.request_id is not None else f"row:{self.row_index}"
 
 
@@ -193,7 +193,7 @@ class StepAttribution(Protocol):
         ...
 
     def shares(self, num_positions: Sequence[int], kv_tokens: Sequence[int]) -> list[float]:
-        """One share per row, summing to 1: `num_positions[i]` were computed for row i over `kv_tokens[i]` of context."""
+        """One share per row, summing to 1: row i computed `num_positions[i]` over `kv_tokens[i]` of context."""
         ...
 
 
