@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 
 import pyarrow as pa
@@ -83,15 +83,16 @@ def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
     return plain_type(left) if plain_type(left) == plain_type(right) else None
 
 
-def check_file_columns(name: str, schema: pa.Schema, partition: Iterable[str]) -> None:
-    """Raise InputError where a file has two columns of one name, its hive directories included."""
-    doubled = [column for column, count in Counter(schema.names).items() if count > 1]
+def check_file_columns(name: str, schema: pa.Schema, partition: Sequence[str]) -> None:
+    """Raise InputError where a file has two columns of one name, those from its hive directories included."""
+    inside, outside = Counter(schema.names), Counter(partition)
+    doubled = [column for column, count in inside.items() if count > 1]
     if doubled:
         raise InputError(f"{name} has more than one column named {_quoted(doubled)}; rename one of each pair")
-    clashing = [key for key in partition if key in schema.names]
+    clashing = [key for key, count in outside.items() if count + inside[key] > 1]
     if clashing:
         raise InputError(
-            f"{name} has the column {_quoted(clashing)} both inside and in its directory's name; "
+            f"{name} has the column {_quoted(clashing)} twice: inside and in a directory's name, or in two of them; "
             f"drop one, or pass the file itself instead of the directory"
         )
 

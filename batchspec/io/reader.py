@@ -8,6 +8,7 @@ from types import TracebackType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.types as pt
 
 from batchspec.errors import BatchspecError, InputError
 from batchspec.io.footer import Footer, FooterError, Segment
@@ -71,6 +72,8 @@ class _FileStream:
         self._footer = Footer(self._opened)
         if self._footer.fingerprint != file.fingerprint:
             raise InputError(f"{file.name} has changed since the run began; to start again, add --overwrite")
+        # pyarrow cannot join the pieces of a nested dictionary column that several row groups hold
+        self._one_by_one = any(_has_dictionary_inside(field.type) for field in self._footer.schema)
         self._segment = Segment(None, [0])
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._pending: pa.RecordBatch | None = None  # decoded, but not given out
@@ -104,11 +107,18 @@ class _FileStream:
         metadata, bounds = self._segment
         if row >= bounds[-1]:
             raise FooterError(f"it has {bounds[-1]} rows in its row groups")
-        groups = range(bisect_right(bounds, row) - 1, min(bisect_left(bounds, stop_row), metadata.num_row_groups))
+        first = bisect_right(bounds, row) - 1
+        stop = first + 1 if self._one_by_one else min(bisect_left(bounds, stop_row), metadata.num_row_groups)
+        groups = range(first, stop)
         parquet = pq.ParquetFile(self._opened, metadata=metadata, buffer_size=READ_BUFFER_BYTES)
         self._batches = parquet.iter_batches(_batch_rows(metadata, groups), row_groups=list(groups), use_threads=False)
         self._pending = None
         self._next_row, self._end_row = bounds[groups.start], bounds[groups.stop]
+
+
+def _has_dictionary_inside(kind: pa.DataType) -> bool:
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    return any(pt.is_dictionary(child) or _has_dictionary_inside(child) for child in inner)
 
 
 def _batch_rows(metadata: pq.FileMetaData, groups: range) -> int:
