@@ -70,29 +70,38 @@ INLINE f32x merge_values(f32x state, f32x keep, f32x values, f32x add) { return 
 
 INLINE f32x tanh16(f32x x) { return 1.0f - 2.0f / (exp16(x + x) + 1.0f); }
 
-// Scale, hide what row `position` may not see, and exponentiate; returns the maximum, -inf where it sees nothing.
+// Hide what row `position` may not see and exponentiate; returns the largest scaled score, -inf where it sees nothing.
 INLINE float soften(int is_bf16, const Attention *at, long position, long begin, long tiles, float *scores,
                     void *probabilities, float *sum) {
     const i32x lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const int oldest = at->window ? position - at->window + 1 : 0;
+    const long oldest = at->window ? position - at->window + 1 : 0;
+    const float scale = at->softcap ? 1.0f : at->scale;
     f32x top = splat(-INFINITY), total = splat(0.0f);
-    for (long t = 0; t < tiles; t++) {
-        f32x s = load_floats(scores + t * LANES) * at->scale;
-        if (at->softcap) s = tanh16(s / at->softcap) * at->softcap;
-        i32x key_position = lane + (int)(begin + t * LANES);
-        s = select16((key_position <= (int)position) & (key_position >= oldest), s, splat(-INFINITY));
-        top = select16(s > top, s, top);
-        store_floats(scores + t * LANES, s);
+    if (at->softcap)
+        for (long t = 0; t < tiles * LANES; t += LANES)
+            store_floats(scores + t, tanh16(load_floats(scores + t) * (at->scale / at->softcap)) * at->softcap);
+    for (long t = 0; t < tiles * LANES; t += LANES) {
+        f32x s = load_floats(scores + t);
+        if (begin + t + LANES - 1 > position || begin + t < oldest) {
+            i32x key_position = lane + (int)(begin + t);
+            s = select16((key_position <= (int)position) & (key_position >= (int)oldest), s, splat(-INFINITY));
+            store_floats(scores + t, s);
+        }
+        top = larger16(s, top);
     }
-    float maximum = max16(top);
-    f32x shift = splat(maximum == -INFINITY ? 0.0f : maximum);
-    for (long t = 0; t < tiles; t++) {
-        f32x p = exp16(load_floats(scores + t * LANES) - shift);
+    float maximum = max16(top) * scale;
+    f32x factor = splat(scale), shift = splat(maximum == -INFINITY ? 0.0f : -maximum);
+    for (long t = 0; t < tiles * LANES; t += LANES) {
+        f32x p = exp16(fma16(load_floats(scores + t), factor, shift));
         total += p;
-        store16(is_bf16, probabilities, t * LANES, p);
+        store16(is_bf16, probabilities, t, p);
     }
     *sum = sum16(total);
     return maximum;
+}
+
+INLINE void prefetch(const int32_t *from, long words) {
+    for (long i = 0; i < words; i += LANES) __builtin_prefetch(from + i, 0, 2);
 }
 
 // Merge keys [begin, end), of one partition, into the states of `rows` query rows from `first_row` of the unit on.
@@ -114,9 +123,13 @@ static void attend_tile(const Attention *at, const Step *step, const Unit *unit,
     }
     keys[tiles] = keys[tiles - 1];  // the pair of an odd last tile: computed twice, used once
     for (long t = 0; t < tiles; t += 2) {
+        if (first_row == 0)  // later rows find the partition in cache
+            for (long i = t; i < min_long(t + 2, tiles); i++) {
+                if (i + 2 < tiles) prefetch(keys[i + 2], words(is_bf16, LANES * dim));
+                prefetch(values[i], words(is_bf16, LANES * dim));
+            }
         Columns columns = {keys + t, 1, words(is_bf16, dim), words(is_bf16, dim), keys[t + 1] - keys[t], LANES};
-        TILES[is_bf16][rows - 1](queries, ldq, &columns, sums);
-        for (long r = 0; r < rows; r++) memcpy(scores[r] + t * LANES, sums[r], sizeof sums[r]);
+        TILES[is_bf16][rows - 1](queries, ldq, &columns, scores[0] + t * LANES, PARTITION + LANES);
     }
     for (long r = 0; r < rows; r++) {
         long position = unit->first_position + (first_row + r) / group;
@@ -130,7 +143,7 @@ static void attend_tile(const Attention *at, const Step *step, const Unit *unit,
         long right = d + LANES < dim ? LANES : 0;  // 0: an odd half, computed twice and stored once
         for (long t = 0; t < tiles; t++) segments[t] = values[t] + d;
         Columns columns = {segments, tiles, words(is_bf16, LANES), words(is_bf16, last_tokens + is_bf16), right, dim};
-        TILES[is_bf16][rows - 1](probabilities[0], PROBABILITY_WORDS, &columns, sums);
+        TILES[is_bf16][rows - 1](probabilities[0], PROBABILITY_WORDS, &columns, sums[0], COLUMNS);
         for (long r = 0; r < rows; r++) {
             float *mixed = mixed_values(states + (first_row + r) * state_floats(at)) + d;
             for (long i = 0; i <= right; i += LANES)

@@ -54,7 +54,7 @@ static void linear(int is_bf16, const Linear *w, Epilogue epilogue, long num_row
         Columns columns = {&b, 1, steps, steps, LANES, COLUMNS};
         for (long row = 0; row < num_rows; row += TILE_ROWS) {
             long rows = min_long(TILE_ROWS, num_rows - row);
-            TILES[is_bf16][rows - 1](a + row * lda, lda, &columns, sums);
+            TILES[is_bf16][rows - 1](a + row * lda, lda, &columns, sums[0], COLUMNS);
             if (is_bf16) finish_tile(1, w, epilogue, row, rows, panel, sums, residual, out, ldo);
             else finish_tile(0, w, epilogue, row, rows, panel, sums, residual, out, ldo);
         }

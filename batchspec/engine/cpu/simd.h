@@ -125,9 +125,17 @@ INLINE float max16(f32x v) {
     return best;
 }
 
-// e^x to about 2 units in the last place; 0 below -87, exact 1 at 0, NaN stays NaN.
+INLINE f32x larger16(f32x a, f32x b) {  // a > b ? a : b
+#ifdef __AVX512F__
+    return (f32x)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return select16(a > b, a, b);
+#endif
+}
+
+// e^x to about 2 units in the last place; exactly 1 at 0 and 0 far below, NaN stays NaN.
 INLINE f32x exp16(f32x x) {
-    f32x y = select16(x < -87.0f, splat(-87.0f), select16(x > 88.0f, splat(88.0f), x));
+    f32x y = larger16(splat(-110.0f), x);
     f32x shifted = fma16(y, splat(1.44269504f), splat(12582912.0f));  // rounds to an integer in the low bits
     f32x n = shifted - 12582912.0f;
     f32x r = fma16(n, splat(-0.693359375f), y);
@@ -139,16 +147,21 @@ INLINE f32x exp16(f32x x) {
     p = fma16(p, r, splat(1.6666665459e-1f));
     p = fma16(p, r, splat(5.0000001201e-1f));
     p = fma16(p, r * r, r + 1.0f);
+#ifdef __AVX512F__
+    return (f32x)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
     f32x scaled = (f32x)((i32x)p + (((i32x)shifted - 0x4b400000) << 23));
-    return select16(x != x, x, select16(x < -87.0f, splat(0.0f), scaled));
+    scaled = select16(x > 88.0f, splat(INFINITY), select16(x < -87.0f, splat(0.0f), scaled));
+    return select16(x != x, x, scaled);
+#endif
 }
 
 // What the tile function multiplies `rows` rows of words with: `num_segments` runs of `steps` words (the last may be shorter), each
 // with two vectors of columns, `gap` words apart, per word; `ldb` words from one to the next.
 typedef struct { const int32_t *const *segments; long num_segments, steps, last_steps, gap, ldb; } Columns;
 
-// out[r] = a[r] . columns, reduced in order. a: rows of words with stride lda; out: [rows][32].
-INLINE void tile(int is_bf16, int rows, const int32_t *a, long lda, const Columns *columns, float (*out)[COLUMNS]) {
+// out[r] = a[r] . columns, reduced in order. a: rows of words with stride lda; out: floats with stride ldo.
+INLINE void tile(int is_bf16, int rows, const int32_t *a, long lda, const Columns *columns, float *out, long ldo) {
     f32x acc[TILE_ROWS][2];
     const int32_t *a3 = a + 3 * lda, *a6 = a + 6 * lda, *a9 = a + 9 * lda;
     const long ldb = columns->ldb, gap = columns->gap;
@@ -169,14 +182,14 @@ INLINE void tile(int is_bf16, int rows, const int32_t *a, long lda, const Column
         }
     }
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) store_floats(out[r], acc[r][0]), store_floats(out[r] + LANES, acc[r][1]);
+    for (int r = 0; r < rows; r++) store_floats(out + r * ldo, acc[r][0]), store_floats(out + r * ldo + LANES, acc[r][1]);
 }
 
 // One copy for each type and number of rows, so that the sums stay in registers.
-typedef void TileFunction(const int32_t *a, long lda, const Columns *columns, float (*out)[COLUMNS]);
+typedef void TileFunction(const int32_t *a, long lda, const Columns *columns, float *out, long ldo);
 #define TILE(rows) \
-    static void tile_bf16_##rows(const int32_t *a, long lda, const Columns *c, float (*out)[COLUMNS]) { tile(1, rows, a, lda, c, out); } \
-    static void tile_fp32_##rows(const int32_t *a, long lda, const Columns *c, float (*out)[COLUMNS]) { tile(0, rows, a, lda, c, out); }
+    static void tile_bf16_##rows(const int32_t *a, long lda, const Columns *c, float *out, long ldo) { tile(1, rows, a, lda, c, out, ldo); } \
+    static void tile_fp32_##rows(const int32_t *a, long lda, const Columns *c, float *out, long ldo) { tile(0, rows, a, lda, c, out, ldo); }
 TILE(1) TILE(2)
 #if TILE_ROWS == 12
 TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
