@@ -57,6 +57,14 @@ class CostLimitExceeded(BatchspecError):
     exit_code = 6
 
 
+class Interrupted(BatchspecError):
+    """A signal ended the run; what is finished is kept, and the same command goes on."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
 class RowError(Exception):
     """One row cannot be answered; the job goes on and the row becomes an error row.
 

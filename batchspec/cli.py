@@ -1,0 +1,68 @@
+"""The command line. Defaults live in the configuration, work in `pipeline/`; errors become exit codes here alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+import click
+
+import batchspec
+from batchspec.errors import BatchspecError
+from batchspec.pipeline.options import run_config, run_options
+
+STARTED_AT = time.monotonic()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(batchspec.__version__, prog_name="batchspec")
+def cli() -> None:
+    """Offline batch generation over Parquet: exact, priced per row, never slower than not speculating."""
+
+
+@cli.command()
+@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+@run_options
+@click.pass_context
+def generate(context: click.Context, /, inputs: tuple[str, ...], **options: object) -> None:
+    """Answer every row of INPUT (Parquet files, directories, globs, hf:// names, s3:// addresses).
+
+    The same command goes on where a stopped or failed run left off.
+    """
+    from batchspec.pipeline import runner
+
+    config = run_config(context, inputs)
+    summary = runner.generate(config, STARTED_AT)
+    runner.publish_summary(summary, config.output.summary_file)
+    runner.refuse_too_many_errors(summary, config.run.max_error_rate)
+
+
+@cli.command()
+@click.argument("output")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def status(output: str, as_json: bool) -> None:
+    """Show how far the job in OUTPUT is; never disturbs it."""
+    from batchspec.pipeline.status import read_status
+
+    found = read_status(output)
+    click.echo(json.dumps(found.as_json()) if as_json else found.as_text())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code of the process."""
+    try:
+        return int(cli.main(arguments, prog_name="batchspec", standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except click.Abort:
+        return 130
+    except BatchspecError as error:
+        click.echo(f"batchspec: {error}", err=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Everything that is wrong with a configuration, in one message, before any file is opened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from batchspec.config import RunConfig
+from batchspec.engine import ENGINES
+from batchspec.errors import UsageError
+from batchspec.profile.policy import static_policy
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+ACCEPTANCE_RULES = ("coupled", "rejection")
+EXECUTORS = ("local",)
+
+
+def check_config(config: RunConfig) -> None:
+    """Raise one UsageError that lists every problem."""
+    problems = [
+        *config.sampling.problems(),
+        *_range_problems(config),
+        *_choice_problems(config),
+        *_route_problems(config),
+    ]
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+def _range_problems(config: RunConfig) -> Iterator[str]:
+    output, engine, run = config.output, config.engine, config.run
+    least = {
+        "--limit": (config.input.limit, 0),
+        "--shard-rows": (output.shard_rows, 1),
+        "--shard-bytes": (output.shard_bytes, 1),
+        "--max-batch": (engine.max_batch, 1),
+        "--kv-memory": (engine.kv_memory_bytes, 1),
+        "--prefill-chunk-tokens": (engine.prefill_chunk_tokens, 1),
+        "--fake-tokens-per-second": (engine.fake_tokens_per_second, 0),
+        "--workers": (run.workers, 1),
+        "--threads": (run.threads, 1),
+        "--price-per-hour": (run.price_per_hour, 0),
+        "--grace-seconds": (run.grace_seconds, 0),
+        "--max-worker-deaths": (run.max_worker_deaths, 1),
+    }
+    for name, (value, lowest) in least.items():
+        if value is not None and not lowest <= value < math.inf:
+            yield f"{name} must be at least {lowest}, got {value}"
+    if not run.step_timeout > 0:
+        yield f"--step-timeout must be above 0, got {run.step_timeout}"
+    if not 0 <= run.max_error_rate <= 1:
+        yield f"--max-error-rate must be between 0 and 1, got {run.max_error_rate}"
+    if not 0 <= engine.fake_acceptance <= 1:
+        yield f"--fake-acceptance must be between 0 and 1, got {engine.fake_acceptance}"
+
+
+def _choice_problems(config: RunConfig) -> Iterator[str]:
+    choices = {
+        "--engine": (config.engine.engine, ENGINES),
+        "--dtype": (config.engine.dtype, DTYPES),
+        "--acceptance-rule": (config.engine.acceptance_rule, ACCEPTANCE_RULES),
+        "--executor": (config.run.executor, EXECUTORS),
+    }
+    for name, (value, known) in choices.items():
+        if value not in known:
+            yield f"{name} must be one of {', '.join(known)}, got {value!r}"
+
+
+def _route_problems(config: RunConfig) -> list[str]:
+    try:
+        static_policy(config.routes, config.engine.draft_model)
+    except UsageError as error:
+        return str(error).splitlines()
+    return []

@@ -1,0 +1,97 @@
+"""Workers as processes of this machine, each at the end of a pipe of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import cast
+
+import batchspec
+from batchspec.pipeline.messages import Event, FromWorker, ToWorker, WorkerDied, WorkerSpec
+
+MESSAGES_AT_ONCE = 1000
+_HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+
+class LocalExecutor:
+    """A pipe each and never a shared queue: a killed process cannot take a lock with it."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, _Worker] = {}
+
+    def start(self, spec: WorkerSpec) -> None:
+        ours, theirs = Pipe(duplex=True)
+        with theirs:
+            # -P: a file in the user's directory that is named like a module must not be taken for it
+            command = [sys.executable, "-P", "-m", "batchspec.pipeline.executors.process", str(theirs.fileno())]
+            # A signal to the process group must not reach the worker before it has learned to ignore it.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # the parent's standard output is for the summary alone
+                    pass_fds=[theirs.fileno()],
+                    env=_environment(spec),
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._workers[spec.worker] = _Worker(process, ours)
+        ours.send(spec)
+
+    def send(self, worker: int, message: ToWorker) -> None:
+        if worker in self._workers:
+            try:
+                self._workers[worker].connection.send(message)
+            except OSError:
+                return  # its death is found by `wait`
+
+    def wait(self, timeout: float) -> list[Event]:
+        wait([worker.connection for worker in self._workers.values()], timeout)
+        return [event for number in list(self._workers) for event in self._drain(number)]
+
+    def kill(self, worker: int) -> None:
+        if worker in self._workers:
+            self._workers[worker].process.kill()
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.process.kill()
+        for worker in self._workers.values():
+            worker.process.wait()
+            worker.connection.close()
+        self._workers.clear()
+
+    def _drain(self, number: int) -> list[Event]:
+        """What a worker has said; then, when it has ended, its death."""
+        worker = self._workers[number]
+        events: list[Event] = []
+        ended = worker.process.poll() is not None
+        try:
+            while len(events) < MESSAGES_AT_ONCE and worker.connection.poll(0):
+                events.append(Event(number, cast(FromWorker, worker.connection.recv())))
+            if not ended or len(events) == MESSAGES_AT_ONCE:
+                return events
+        except (EOFError, OSError):
+            worker.process.kill()  # it closed its end of the pipe, so it can do nothing useful any more
+        worker.connection.close()
+        del self._workers[number]
+        return [*events, Event(number, WorkerDied(worker.process.wait()))]
+
+
+def _environment(spec: WorkerSpec) -> dict[str, str]:
+    package_parent = str(Path(batchspec.__file__).parents[1])
+    python_path = os.pathsep.join([package_parent, *filter(None, [os.environ.get("PYTHONPATH")])])
+    threads = str(spec.threads)
+    return {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}

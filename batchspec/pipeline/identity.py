@@ -1,0 +1,132 @@
+"""What a resumed job must agree with: identity always, versions unless told otherwise; the rest may change."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import batchspec
+from batchspec.config import RunConfig
+from batchspec.errors import MismatchError
+from batchspec.io.inputs import InputSet
+from batchspec.io.schema import SCHEMA_VERSION
+
+WHOLLY_HASHED_BYTES = 64 * 2**20
+SAMPLE_BYTES = 64 * 2**10
+NUM_SAMPLES = 256
+WEIGHT_ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+TOKENIZER_NAMES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece")
+TEMPLATE_NAMES = ("chat_template",)
+
+
+def job_identity(config: RunConfig, inputs: InputSet, model_path: Path | None) -> dict[str, Any]:
+    """Everything that decides the ids and the text of the rows."""
+    engine = config.engine
+    identity: dict[str, Any] = {
+        "input": {"content": inputs.content_hash, "rows": inputs.num_rows, "limit": config.input.limit},
+        "columns": {
+            "prompt": config.input.prompt_column,
+            "messages": config.input.messages_column,
+            "request_id": config.input.request_id_column,
+            "request_class": config.input.request_class_column,
+            "output_prefix": config.output.output_prefix,
+        },
+        "engine": engine.engine,
+        "dtype": engine.dtype,
+        "prefill_chunk_tokens": engine.prefill_chunk_tokens,
+        "neutralize_special_tokens": engine.neutralize_special_tokens,
+        "acceptance_rule": engine.acceptance_rule,
+        "sampling": _as_json(asdict(config.sampling)),
+        "model": model_identity(model_path),
+        "result_schema_version": SCHEMA_VERSION,
+    }
+    if engine.acceptance_rule == "rejection":  # under this rule alone the text depends on the route
+        identity["routes"] = _as_json(asdict(config.routes))
+    return identity
+
+
+def job_versions(config: RunConfig, device_type: str) -> dict[str, str]:
+    """The software and the kind of device, which may shift the last bits of a number."""
+    versions = {"batchspec": batchspec.__version__, "device_type": device_type}
+    if config.engine.engine != "fake":
+        versions |= {name: metadata.version(name) for name in ("torch", "transformers")}
+    return versions
+
+
+def model_identity(path: Path | None) -> dict[str, str] | None:
+    """Hashes of a model directory's weights, tokenizer, template and settings; None for an engine without a model.
+
+    Files above 64 MiB are hashed by their size, both ends and 256 blocks in between.
+    """
+    if path is None:
+        return None
+    groups: dict[str, Any] = {name: hashlib.sha256() for name in ("weights", "tokenizer", "template", "config")}
+    for file in sorted(path.iterdir()):
+        if file.is_file() and (group := _group(file.name)) is not None:
+            groups[group].update(file.name.encode())
+            for block in _blocks(file):
+                groups[group].update(block)
+    return {name: digest.hexdigest() for name, digest in groups.items()}
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """One line for each value that differs, by its dotted name."""
+    lines: list[str] = []
+    for name in sorted(old.keys() | new.keys()):
+        before, now = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(now, dict):
+            lines += differences(before, now, f"{prefix}{name}.")
+        elif before != now:
+            lines.append(f"{prefix}{name}: {before!r} there, {now!r} now")
+    return lines
+
+
+def refuse_mismatch(
+    output: str,
+    old_identity: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    old_versions: Mapping[str, Any],
+    versions: Mapping[str, Any],
+    allow_version_change: bool,
+) -> None:
+    """Raise MismatchError where a run does not fit what an output holds; the message lists every difference."""
+    lines = differences(old_identity, identity)
+    version_lines = [] if allow_version_change else differences(old_versions, versions)
+    if not lines and not version_lines:
+        return
+    ways_out = "Write to another --output, or discard what is there with --overwrite."
+    if not lines:
+        ways_out += " Or go on with what is here: --allow-version-change."
+    raise MismatchError("\n  ".join([f"{output} holds another job:", *lines, *version_lines]) + f"\n{ways_out}")
+
+
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As they come back from a JSON file: tuples as lists."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _group(name: str) -> str | None:
+    if name.endswith(WEIGHT_ENDINGS):
+        return "weights"
+    if name.startswith(TEMPLATE_NAMES):
+        return "template"
+    if name.startswith(TOKENIZER_NAMES):
+        return "tokenizer"
+    return "config" if name in ("config.json", "generation_config.json") else None
+
+
+def _blocks(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
+    yield str(size).encode()
+    with file.open("rb") as opened:
+        if size <= WHOLLY_HASHED_BYTES:
+            while block := opened.read(2**20):
+                yield block
+            return
+        for sample in range(NUM_SAMPLES + 1):
+            opened.seek((size - SAMPLE_BYTES) * sample // NUM_SAMPLES)
+            yield opened.read(SAMPLE_BYTES)

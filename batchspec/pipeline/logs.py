@@ -1,0 +1,23 @@
+"""Logging of a run: on stderr, each line with its run, worker and attempt."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever stderr is at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def set_up_logging(who: str) -> None:
+    """Send this process's log lines to stderr, marked with `who`. Prompt text is never logged."""
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{who}] %(message)s", "%H:%M:%S"))
+    root = logging.getLogger("batchspec")
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    root.propagate = False

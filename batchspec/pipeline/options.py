@@ -1,0 +1,207 @@
+"""Command-line options made from the fields of the configuration, which alone know types and defaults."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from batchspec.config import RouteConfig, RunConfig, RunOptions
+from batchspec.types import Method
+
+NAMES = {
+    "output": ("--output", "-o"),
+    "kv_memory_bytes": ("--kv-memory",),
+    "routes_file": ("--routes",),
+}
+NOT_OPTIONS = ("inputs", "logit_bias")
+HELP = {
+    "prompt_column": "Input column with plain prompts.",
+    "messages_column": "Input column with chat messages (role, content).",
+    "request_id_column": "Input column with ids; passed through, and the key of a row's noise.",
+    "request_class_column": "Input column with request classes.",
+    "limit": "Answer only the first rows of the input.",
+    "output": "Output directory. May be left out for one local file: its name without the ending, plus .generated.",
+    "output_prefix": "Put before the name of every result column.",
+    "overwrite": "Discard what the output directory holds of a former job.",
+    "summary_file": "Write the JSON summary to this file as well.",
+    "shard_rows": "Most input rows in one part.",
+    "shard_bytes": "Most input bytes in one part.",
+    "engine": "torch, or fake (canned answers without a model).",
+    "model": "A directory, a Hugging Face name (hf://org/name), or demo.",
+    "draft_model": "The model that drafts, with the same token ids as the model.",
+    "draft_device": "Where the draft model runs.",
+    "dtype": "auto (as stored), bfloat16, float16 or float32.",
+    "max_batch": "Most rows decoded at once by a worker.",
+    "kv_memory_bytes": "Memory for the KV cache of a worker, such as 4GiB.",
+    "prefill_chunk_tokens": "Prompt tokens taken in at once.",
+    "acceptance_rule": "How sampled drafts are accepted: coupled or rejection.",
+    "require_exact": "Refuse to run where results depend on the batch.",
+    "neutralize_special_tokens": "Read control tokens spelled out in a prompt as plain text.",
+    "fake_tokens_per_second": "Pace of the fake engine (0: no pause).",
+    "fake_acceptance": "Chance that a proposal of the fake engine holds.",
+    "max_new_tokens": "Most tokens to write per row.",
+    "min_new_tokens": "Tokens to write before a row may end.",
+    "stop": "End a row at this text; may be repeated. On the command line \\n, \\t and \\\\ are escapes.",
+    "temperature": "0 is greedy.",
+    "top_k": "Sample from this many tokens (0: off).",
+    "top_p": "Sample from the likeliest tokens that hold this mass (1: off).",
+    "min_p": "Drop tokens less likely than this share of the likeliest (0: off).",
+    "repetition_penalty": "Divide the logits of tokens seen in prompt or output (1: off).",
+    "presence_penalty": "Lower the logits of tokens in the output (0: off).",
+    "frequency_penalty": "Lower the logits of tokens in the output, per occurrence (0: off).",
+    "seed": "Seed of sampling.",
+    "method": "How tokens are proposed where no routes file says otherwise.",
+    "num_speculative_tokens": "Most tokens proposed per step (0: target-only).",
+    "min_match_tokens": "Tokens that must match before prompt lookup proposes.",
+    "routes_file": "TOML file that maps request classes to methods.",
+    "executor": "Where workers run: local.",
+    "workers": "Worker processes; every GPU gets at least one.",
+    "devices": "auto, cpu, or GPUs such as cuda:0,cuda:1.",
+    "threads": "CPU threads of each worker; by default the cores are shared out.",
+    "price_per_hour": "USD per device-hour; without it costs are null.",
+    "max_error_rate": "Share of error rows up to which the job counts as a success.",
+    "retry_errors": "Decode the error rows of a former attempt again.",
+    "allow_version_change": "Go on with a job that other library versions or another device type began.",
+    "grace_seconds": "What a signal leaves for rows in flight.",
+    "step_timeout": "Seconds after which a step is taken for hung and its worker replaced.",
+    "max_worker_deaths": "Worker deaths after which the job ends.",
+}
+_ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\"}
+_SIZE = re.compile(r"(\d+)\s*(?:([KMGT])i?)?B?", re.IGNORECASE)
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command every option of RunConfig, and `--config`."""
+    for _, field, kind in reversed(list(option_fields())):
+        command = _option(field, kind)(command)
+    config_help = "TOML file of options (keys are option names); options given here win over it."
+    return click.option("--config", is_eager=True, expose_value=False, callback=_read_config, help=config_help)(command)
+
+
+def run_config(context: click.Context, inputs: tuple[str, ...]) -> RunConfig:
+    """The configuration that the options of `context` make up."""
+    values: dict[str, dict[str, Any]] = {part.name: {} for part in fields(RunConfig)}
+    for part_name, field, _ in option_fields():
+        values[part_name][field.name] = context.params[field.name]
+    values["input"]["inputs"] = inputs
+    if context.get_parameter_source("stop") is ParameterSource.COMMANDLINE:
+        values["sampling"]["stop"] = tuple(_unescape(stop) for stop in values["sampling"]["stop"])
+    hints = typing.get_type_hints(RunConfig)
+    return RunConfig(**{name: hints[name](**part) for name, part in values.items()})
+
+
+def option_fields() -> Iterator[tuple[str, Field[Any], Any]]:
+    """The part of RunConfig, the field and the type (None taken off) of every option."""
+    for part_name, part in typing.get_type_hints(RunConfig).items():
+        kinds = typing.get_type_hints(part)
+        for field in fields(part):
+            if field.name not in NOT_OPTIONS:
+                yield part_name, field, _without_none(kinds[field.name])
+
+
+def option_names(field_name: str) -> tuple[str, ...]:
+    return NAMES.get(field_name, ("--" + field_name.replace("_", "-"),))
+
+
+def _option(field: Field[Any], kind: Any) -> Callable[[Any], Any]:
+    shown = field.default not in (None, (), "", False)
+    common: dict[str, Any] = {"help": HELP[field.name], "default": field.default, "show_default": shown}
+    names = (*option_names(field.name), field.name)
+    if kind is bool:
+        return click.option(*names, is_flag=True, **common)
+    if field.name == "devices":
+        common["default"] = ",".join(RunOptions().devices)
+        return click.option(*names, callback=_split, **common)
+    if kind == tuple[str, ...]:
+        return click.option(*names, multiple=True, **common)
+    if field.name == "kv_memory_bytes":
+        return click.option(*names, type=_Bytes(), **common)
+    if kind is Method:
+        common["default"] = _dashed(RouteConfig().method)
+        return click.option(*names, type=_MethodName([_dashed(method) for method in Method]), **common)
+    return click.option(*names, type=kind, **common)
+
+
+class _MethodName(click.Choice[str]):
+    """A method by its name with dashes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return Method(str(super().convert(value, param, ctx)).replace("-", "_"))
+
+
+class _Bytes(click.ParamType[int]):
+    """A size: a number of bytes, or one with K, M, G or T (powers of 1024)."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not a size such as 4GiB or 500M", param, ctx)
+        power = " KMGT".index((match[2] or " ").upper())
+        return int(match[1]) << (10 * power)
+
+
+def _split(context: click.Context, parameter: click.Parameter, value: Any) -> tuple[str, ...]:
+    names = value.split(",") if isinstance(value, str) else value
+    return tuple(name.strip() for name in names if name.strip())
+
+
+def _read_config(context: click.Context, parameter: click.Parameter, path: str | None) -> None:
+    """Make the keys of a TOML file the defaults of the options."""
+    if path is None:
+        return
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise click.BadParameter(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{path} is not a TOML file: {error}") from error
+    context.default_map = _checked(path, values)
+
+
+def _checked(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by field name. Raises BadParameter that lists every key that is no option."""
+    known = {option_names(field.name)[0][2:]: (field.name, kind) for _, field, kind in option_fields()}
+    problems, by_field = [], {}
+    for key, value in values.items():
+        option = key.replace("_", "-")
+        if option not in known:
+            close = difflib.get_close_matches(option, known, n=1)
+            problems.append(f"{path}: unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+            continue
+        name, kind = known[option]
+        is_list = kind == tuple[str, ...]
+        if isinstance(value, dict) or (isinstance(value, list) and not is_list):
+            problems.append(f"{path}: {key} must be a single value, got {value!r}")
+        if name == "devices":
+            by_field[name] = value if isinstance(value, str) else ",".join(map(str, value))
+        else:
+            by_field[name] = [value] if is_list and isinstance(value, str) else value
+    if problems:
+        raise click.BadParameter("\n".join(problems))
+    return by_field
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\[ntr\\]", lambda match: _ESCAPES[match[0]], text)
+
+
+def _without_none(kind: Any) -> Any:
+    if isinstance(kind, types.UnionType):
+        return next(member for member in typing.get_args(kind) if member is not type(None))
+    return kind
+
+
+def _dashed(method: Method) -> str:
+    return method.value.replace("_", "-")

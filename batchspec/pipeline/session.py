@@ -1,0 +1,145 @@
+"""One attempt at work: its workers, its clock, its record, and what the user sees of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import batchspec
+from batchspec.config import RunConfig
+from batchspec.errors import BatchspecError
+from batchspec.io.inputs import InputSet
+from batchspec.io.store import Store
+from batchspec.pipeline.attempts import REFRESH_SECONDS, Attempt
+from batchspec.pipeline.deaths import Deaths
+from batchspec.pipeline.devices import Place
+from batchspec.pipeline.display import Display
+from batchspec.pipeline.executors.local import LocalExecutor
+from batchspec.pipeline.interrupts import Interrupts
+from batchspec.pipeline.lock import OutputLock
+from batchspec.pipeline.messages import Shard, WorkerSpec
+from batchspec.pipeline.meter import AttemptMeter
+from batchspec.pipeline.plan import Manifest, to_json
+from batchspec.pipeline.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        attempt: Attempt,
+        config: RunConfig,
+        inputs: InputSet,
+        places: Sequence[Place],
+        started_at: float,
+    ) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._attempt = attempt
+        self._config = config
+        self._inputs = inputs
+        self._places = places
+        self._meter = AttemptMeter([place.device_share for place in places], started_at)
+        self._deaths = Deaths(store, attempt.attempt, attempt.price_per_hour, config.run.max_worker_deaths)
+        self._supervisor: Supervisor | None = None
+        self._saved_at = 0.0
+        self.part_metadata = self._part_metadata()
+
+    def run(self, shards: Sequence[Shard], interrupts: Interrupts, lock: OutputLock) -> None:
+        """Answer the rows of these shards. Raises what Supervisor.run does, OutputLocked where the lock is lost."""
+        if not shards:
+            return
+        display = Display(self._manifest.num_rows, self._attempt.rows_before, self._attempt.price_per_hour)
+
+        def on_tick() -> None:
+            lock.check()
+            supervisor = self._supervisor
+            if supervisor is not None:
+                display.show(supervisor.counters, self._meter.metered())
+            if time.monotonic() - self._saved_at >= REFRESH_SECONDS:
+                self._save()
+
+        self._save()
+        executor = LocalExecutor()
+        try:
+            self._supervisor = Supervisor(
+                executor,
+                self._new_spec,
+                shards,
+                self._meter.places,
+                self._config.run,
+                self._deaths,
+                interrupts,
+                on_tick,
+            )
+            self._supervisor.run()
+        finally:
+            executor.close()
+            display.close()
+
+    def end(self, reason: str) -> None:
+        """Close the books: everything after the workers was the parent's."""
+        self._meter.lap_all("finalize")
+        self._attempt.end_reason = reason
+        self._save()
+
+    def end_early(self, error: BaseException) -> None:
+        """Close the books of an attempt that failed. The storage may be what failed, so this is allowed to as well."""
+        try:
+            self.end(str(error).splitlines()[0] if isinstance(error, BatchspecError) else type(error).__name__)
+        except BatchspecError as fault:
+            logger.warning("the record of this attempt could not be written: %s", fault)
+
+    def _new_spec(self, worker: int, spawned_at: float) -> WorkerSpec:
+        place = self._places[worker]
+        return WorkerSpec(
+            worker=worker,
+            attempt=self._attempt.attempt,
+            run_id=self._manifest.run_id,
+            config=self._config,
+            inputs=self._inputs,
+            output=self._store.root,
+            device=place.device,
+            threads=place.threads,
+            device_share=place.device_share,
+            spawned_at=spawned_at,
+            parent_pid=os.getpid(),
+            part_metadata=self.part_metadata,
+        )
+
+    def _part_metadata(self) -> dict[str, str]:
+        """What every part says of its job, beside the engine and the attribution rule that its worker adds."""
+        config = self._config
+        return {
+            "version": batchspec.__version__,
+            "run_id": self._manifest.run_id,
+            "attempt": str(self._attempt.attempt),
+            "manifest_sha256": hashlib.sha256(self._manifest.to_json().encode()).hexdigest(),
+            "identity": json.dumps(self._manifest.identity, sort_keys=True, ensure_ascii=False),
+            "config_sha256": hashlib.sha256(to_json(asdict(config)).encode()).hexdigest(),
+            "price_per_hour": json.dumps(config.run.price_per_hour),
+        }
+
+    def _save(self) -> None:
+        attempt, supervisor = self._attempt, self._supervisor
+        metered = self._meter.metered()
+        attempt.metered_seconds, attempt.line_seconds = metered.total_seconds, metered.line_seconds
+        attempt.worker_deaths = self._deaths.descriptions
+        if supervisor is not None:
+            counters = supervisor.counters
+            attempt.rows, attempt.error_rows = counters.rows, counters.error_rows
+            attempt.input_tokens, attempt.output_tokens = counters.input_tokens, counters.output_tokens
+            attempt.target_steps = counters.target_steps
+            attempt.row_device_seconds = counters.row_device_seconds
+            attempt.decode_wall_seconds = supervisor.decode_wall_seconds
+            attempt.engines = [asdict(engine) for engine in supervisor.engines]
+        attempt.save(self._store)
+        self._saved_at = time.monotonic()

@@ -1,0 +1,50 @@
+"""Jobs on the fake engine, in the test's own process or as a command."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from batchspec.config import EngineConfig, InputConfig, OutputConfig, RunConfig, RunOptions
+from batchspec.io.results import load_results
+
+WritePrompts = Callable[..., Path]
+ANSWER_COLUMNS = ["row_index", "output_text", "output_token_ids", "finish_reason", "input_tokens", "error_type"]
+
+
+def fake_config(path: Path, output: Path | None = None, *, shard_rows: int = 2000, **options: Any) -> RunConfig:
+    """A job on the fake engine; `options` are of RunOptions."""
+    return RunConfig(
+        input=InputConfig(inputs=(str(path),)),
+        output=OutputConfig(output=None if output is None else str(output), shard_rows=shard_rows),
+        engine=EngineConfig(engine="fake", max_batch=8),
+        run=RunOptions(**options),
+    )
+
+
+def with_parts(config: RunConfig, **parts: Mapping[str, Any]) -> RunConfig:
+    """The same configuration with some fields of its parts changed: `sampling={"seed": 1}`."""
+    changed = {name: replace(getattr(config, name), **values) for name, values in parts.items()}
+    return replace(config, **changed)
+
+
+def run_cli(*arguments: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m batchspec` to its end."""
+    command = [sys.executable, "-m", "batchspec", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment}, timeout=120
+    )
+
+
+def summary_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The last line on standard output."""
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def answers(output: Path) -> list[dict[str, Any]]:
+    """The reproducible columns of a finished output."""
+    return load_results(str(output), ANSWER_COLUMNS).to_pylist()
