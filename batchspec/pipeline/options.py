@@ -173,7 +173,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: str |
 def _checked(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values by field name. Raises BadParameter that lists every key that is no option."""
     known = {option_names(field.name)[0][2:]: (field.name, kind) for _, field, kind in option_fields()}
-    problems, by_field = [], {}
+    problems: list[str] = []
+    by_field: dict[str, Any] = {}
     for key, value in values.items():
         option = key.replace("_", "-")
         if option not in known:
