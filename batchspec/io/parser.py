@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -88,22 +89,37 @@ def _had(value: Any) -> Any:
 def _setting(name: str, value: Any) -> Any:
     """A sampling column's value as SamplingParams wants it."""
     if name == "stop":
-        strings = value if isinstance(value, list) else [value]
-        if None in strings:
-            raise RowError("bad_sampling", "stop holds a null")
-        return tuple(decode_text(string, "stop") for string in strings)
+        return _stop(value)
+    if name == "logit_bias":
+        return _logit_bias(value)
+    if name not in _INTEGER_FIELDS:
+        return float(value)
     try:
-        if name == "logit_bias":
-            biases = parse_json(value, "bad_sampling", name) if isinstance(value, bytes) else value
-            return tuple(sorted((int(token_id), float(bias)) for token_id, bias in biases.items()))
-        if name not in _INTEGER_FIELDS:
-            return float(value)
-        if value != int(value):
-            raise ValueError
-        return int(value)
+        whole = int(value)
+    except (ValueError, OverflowError):  # not a number, infinite
+        whole = None
+    if whole != value:
+        raise RowError("bad_sampling", f"{name} must be a whole number, got {value}")
+    return whole
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    strings = value if isinstance(value, list) else [value]
+    if None in strings:
+        raise RowError("bad_sampling", "stop holds a null")
+    return tuple(decode_text(string, "stop") for string in strings)
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    biases = parse_json(value, "bad_sampling", "logit_bias") if isinstance(value, bytes) else value
+    try:
+        pairs = tuple(sorted((int(token_id), float(bias)) for token_id, bias in biases.items()))
+        finite = all(math.isfinite(bias) for _, bias in pairs)
     except (ValueError, TypeError, AttributeError, OverflowError):
-        wanted = {"logit_bias": "an object of token ids and numbers"}.get(name, "a whole number")
-        raise RowError("bad_sampling", f"{name} must be {wanted}") from None
+        finite = False
+    if not finite:
+        raise RowError("bad_sampling", "logit_bias must be an object of token ids and finite numbers")
+    return pairs
 
 
 def _values(batch: pa.RecordBatch, name: str) -> list[Any]:
