@@ -44,7 +44,7 @@ class Worker:
         self._spec = spec
         self._link = link
         self._output_seconds = 0.0
-        self._load_seconds = (time.monotonic() - spec.spawned_at) * spec.device_share
+        self._load_seconds = 0.0
         self._decoding = False
         self._last_retired_at: float | None = None
 
@@ -53,9 +53,10 @@ class Worker:
         engine_config = spec.config.engine
         self._policy: RoutePolicy = static_policy(spec.config.routes, engine_config.draft_model)
         attribution = StepAttributionRule()
-        started_loading = time.monotonic()
         engine = load_engine(engine_config, spec.device, spec.threads, spec.device_share, attribution)
-        self._load_seconds = (started_loading - spec.spawned_at) * spec.device_share
+        # The process's start and the imports: what passed before the engine's own clock ran.
+        until_now = (time.monotonic() - spec.spawned_at) * spec.device_share
+        self._load_seconds = until_now - sum(engine.metered_seconds.values())
         info = engine.info
         logger.info("%s %s on %s, max batch %d", info.engine, info.dtype, info.device, info.max_batch)
         book = ShardBook(spec, {**spec.part_metadata, **_engine_metadata(info, attribution.rule)})
