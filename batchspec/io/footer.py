@@ -16,15 +16,13 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchspec.errors import InputError
+
 ROW_GROUPS_PER_SEGMENT = 2000
 _MAGIC = b"PAR1"
 _BYTE, _I16, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 3, 4, 6, 7, 8, 9, 10, 12
 _ROW_GROUPS = 4  # field id in FileMetaData
 _NUM_ROWS = 3  # field id in RowGroup
-
-
-class FooterError(Exception):
-    """The file has no readable Parquet footer; the message says why."""
 
 
 class Segment(NamedTuple):
@@ -45,23 +43,26 @@ class _Span(NamedTuple):
 
 
 class Footer:
-    """The footer of one open Parquet file. Raises FooterError where it cannot be read."""
+    """The footer of one open Parquet file, called `name` in errors. Raises InputError where there is none."""
 
-    def __init__(self, file: pa.NativeFile) -> None:
+    def __init__(self, file: pa.NativeFile, name: str) -> None:
+        self._name = name
         self.size_bytes: int = file.size()
-        self._raw = _read_footer(file, self.size_bytes)
+        self._raw = _read_footer(file, self.size_bytes, name)
         try:
             self._cut()
             first = self._parse(self._spans[0])
             self.num_rows: int = first.num_rows  # of the whole file: a cut footer keeps it
             self.schema: pa.Schema = first.schema.to_arrow_schema().remove_metadata()
         except (IndexError, ValueError, RecursionError, OSError, pa.ArrowException) as error:
-            raise FooterError("its footer cannot be parsed") from error
+            raise _not_parquet(name, "its footer cannot be parsed") from error
 
     @property
     def fingerprint(self) -> str:
         """A hash of the footer and the file's size: what stands for its content."""
-        return hashlib.sha256(self._raw + struct.pack("<q", self.size_bytes)).hexdigest()
+        digest = hashlib.sha256(self._raw)  # not joined first: a large footer would be copied
+        digest.update(struct.pack("<q", self.size_bytes))
+        return digest.hexdigest()
 
     @property
     def uncompressed_bytes(self) -> int:
@@ -70,11 +71,14 @@ class Footer:
         return sum(m.row_group(i).total_byte_size for m in parsed for i in range(m.num_row_groups))
 
     def segment(self, row: int) -> Segment:
-        """The run of row groups that `row` is in."""
+        """The run of row groups that `row` is in. Raises InputError where the row groups end before it."""
         index = bisect_right(self._spans, row, key=lambda span: span.first_row) - 1
         metadata = self._parse(self._spans[index])
         sizes = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-        return Segment(metadata, list(accumulate(sizes, initial=self._spans[index].first_row)))
+        bounds = list(accumulate(sizes, initial=self._spans[index].first_row))
+        if row >= bounds[-1]:
+            raise InputError(f"{self._name} is damaged: its row groups end at row {bounds[-1]}")
+        return Segment(metadata, bounds)
 
     def _cut(self) -> None:
         """Find the row groups, in one span unless they are many."""
@@ -99,15 +103,19 @@ class Footer:
         return pq.read_metadata(pa.BufferReader(_MAGIC + footer + struct.pack("<I", len(footer)) + _MAGIC))
 
 
-def _read_footer(file: pa.NativeFile, size_bytes: int) -> bytes:
+def _not_parquet(name: str, why: str) -> InputError:
+    return InputError(f"{name} is not a Parquet file, or is damaged: {why}")
+
+
+def _read_footer(file: pa.NativeFile, size_bytes: int, name: str) -> bytes:
     if size_bytes < 12:
-        raise FooterError(f"it has {size_bytes} bytes")
+        raise _not_parquet(name, f"it has {size_bytes} bytes")
     file.seek(size_bytes - 8)
     length_bytes, magic = struct.unpack("<I4s", file.read(8))
     if magic == b"PARE":
-        raise FooterError("its footer is encrypted")
+        raise _not_parquet(name, "its footer is encrypted")
     if magic != _MAGIC or length_bytes > size_bytes - 12:
-        raise FooterError("it does not end in a Parquet footer")
+        raise _not_parquet(name, "it does not end in a Parquet footer")
     file.seek(size_bytes - 8 - length_bytes)
     return bytes(file.read(length_bytes))
 

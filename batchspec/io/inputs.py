@@ -10,21 +10,21 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from batchspec.config import InputConfig
-from batchspec.errors import BatchspecError, InputError
+from batchspec.errors import InputError
 from batchspec.io.columns import check_columns, check_file_columns, unite_schemas
-from batchspec.io.footer import Footer, FooterError
-from batchspec.io.sources import Source, find_sources, open_source
+from batchspec.io.footer import Footer
+from batchspec.io.sources import Source, find_sources, open_source, reading
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
     """One Parquet file of the input.
 
-    `path` is where it is opened, `name` what `source_file` says (the absolute path, the address without query and
-    credentials, or `hf://org/name:split`). `num_rows` is what the run reads of it, `uncompressed_bytes` about the size
-    of these rows' data, `size_bytes` that of the whole file. `partition` holds the columns that come from hive
-    directories (None: hive's null). `first_row_index` is the `row_index` of its first row. `fingerprint` is a hash of
-    footer and size.
+    `path` is where it is opened; it may hold a signature, so it is for no log and no record. `name` is what
+    `source_file` says: the absolute path, the address without query and credentials, or `hf://org/name:split`.
+    `num_rows` is what the run reads of it, `uncompressed_bytes` about the size of these rows' data, `size_bytes` that
+    of the whole file. `partition` holds the columns that come from hive directories (None: hive's null).
+    `first_row_index` is the `row_index` of its first row. `fingerprint` is a hash of footer and size.
     """
 
     path: str
@@ -82,15 +82,8 @@ def resolve_inputs(config: InputConfig) -> InputSet:
 
 
 def _inspect(source: Source, first_row_index: int) -> tuple[InputFile, pa.Schema]:
-    try:
-        with open_source(source.path) as opened:
-            footer = Footer(opened)
-    except FooterError as error:
-        raise InputError(f"{source.name} is not a Parquet file, or is damaged: {error}") from error
-    except PermissionError as error:
-        raise InputError(f"{source.name} may not be read: {error.strerror}") from error
-    except OSError as error:
-        raise BatchspecError(f"cannot read {source.name}: {error}") from error
+    with reading(source.path, source.name), open_source(source.path) as opened:
+        footer = Footer(opened, source.name)
     check_file_columns(source.name, footer.schema, [key for key, _ in source.partition])
     schema = footer.schema
     for key, _ in source.partition:

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
-from batchspec.errors import BatchspecError, InputError
-from batchspec.io.footer import Footer, FooterError, Segment
+from batchspec.errors import InputError
+from batchspec.io.footer import Footer, Segment
 from batchspec.io.inputs import InputFile, InputSet
-from batchspec.io.sources import open_source
+from batchspec.io.sources import open_source, reading
 
 MAX_BATCH_ROWS = 256
 TARGET_BATCH_BYTES = 8 * 2**20
@@ -37,18 +37,12 @@ class InputReader:
         Raises InputError where the file is damaged or no longer what was resolved.
         """
         file = self._inputs.files[file_index]
-        try:
+        with reading(file.path, f"{file.name}, rows {start_row} to {start_row + num_rows - 1}"):
             if self._stream is None or self._stream.file != file:
                 self.close()
                 self._stream = _FileStream(file)
             for batch in self._stream.read(start_row, num_rows):
                 yield _to_schema(batch, self._inputs.schema, file)
-        except (FooterError, OSError, pa.ArrowException) as error:
-            self.close()
-            where = f"{file.name}, rows {start_row} to {start_row + num_rows - 1}"
-            if isinstance(error, OSError) and error.errno:
-                raise BatchspecError(f"{where}: cannot be read: {error}") from error
-            raise InputError(f"{where}: the file is damaged: {error}") from error
 
     def close(self) -> None:
         if self._stream is not None:
@@ -69,7 +63,7 @@ class _FileStream:
     def __init__(self, file: InputFile) -> None:
         self.file = file
         self._opened = open_source(file.path)
-        self._footer = Footer(self._opened)
+        self._footer = Footer(self._opened, file.name)
         if self._footer.fingerprint != file.fingerprint:
             raise InputError(f"{file.name} has changed since the run began; to start again, add --overwrite")
         # pyarrow cannot join the pieces of a nested dictionary column that several row groups hold
@@ -87,7 +81,7 @@ class _FileStream:
                 self._begin(row, stop_row)
             batch = next(self._batches, None) if self._pending is None else self._pending
             if batch is None:
-                raise FooterError(f"its row groups end before row {self._end_row}")
+                raise InputError(f"{self.file.name} is damaged: rows before row {self._end_row} are missing")
             begin = min(row - self._next_row, batch.num_rows)
             end = min(begin + stop_row - row, batch.num_rows)
             self._pending = batch.slice(end) if end < batch.num_rows else None
@@ -105,8 +99,6 @@ class _FileStream:
         if not self._segment.bounds[0] <= row < self._segment.bounds[-1]:
             self._segment = self._footer.segment(row)
         metadata, bounds = self._segment
-        if row >= bounds[-1]:
-            raise FooterError(f"it has {bounds[-1]} rows in its row groups")
         first = bisect_right(bounds, row) - 1
         stop = first + 1 if self._one_by_one else min(bisect_left(bounds, stop_row), metadata.num_row_groups)
         groups = range(first, stop)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -21,7 +23,8 @@ _IGNORED = ("_", ".")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file to read. `path` opens it; `name` is for people: no credentials, no signature, always valid Unicode.
+    """A file to read. `path` opens it and may hold a signature: it is for no log and no record; `name` is for people,
+    without credentials, and always valid Unicode.
 
     `partition` holds the columns that hive directories (`class=qa/`) give it; None is hive's null.
     """
@@ -44,16 +47,12 @@ def find_sources(text: str) -> list[Source]:
 
         return [Source(str(fetch_dataset(text)), text)]
     system, path = _filesystem(text)
-    try:
+    with reading(text, public_name(text)):
         if system.isdir(path):
             return _below(system, path)
         if system.exists(path):
             return [_source(system, path)]
         sources = _matches(system, path)
-    except PermissionError as error:
-        raise InputError(f"{public_name(text)} may not be read: {error}") from error
-    except OSError as error:
-        raise BatchspecError(f"cannot list {public_name(text)}: {error}") from error
     if not sources:
         hint = f"; a dataset of the Hugging Face Hub is written hf://{text}" if text.count("/") == 1 else ""
         raise InputError(f"no file or directory {public_name(text)}{hint}")
@@ -66,6 +65,30 @@ def open_source(path: str) -> pa.NativeFile:
         return pa.OSFile(path)
     system, inner_path = _filesystem(path)
     return pa.PythonFile(system.open(inner_path, "rb"), mode="r")
+
+
+@contextmanager
+def reading(path: str, name: str) -> Iterator[None]:
+    """Give what libraries raise while they read `path` its place in the error tree, and its `name`.
+
+    Damage and missing permission are InputErrors, a fault of the storage is a BatchspecError.
+    """
+    is_local = "://" not in path
+    try:
+        yield
+    except BatchspecError:
+        raise
+    except PermissionError as error:
+        raise InputError(f"{name} may not be read") from error
+    except (OSError, pa.ArrowException) as error:
+        if isinstance(error, pa.ArrowException) or (is_local and not error.errno):  # Arrow's own have no errno
+            raise InputError(f"{name} cannot be decoded; the file may be damaged: {error}") from error
+        # the text of a remote error may hold a signed address
+        raise BatchspecError(f"cannot read {name}: {error if is_local else type(error).__name__}") from error
+    except Exception as error:
+        if is_local:
+            raise
+        raise BatchspecError(f"cannot read {name}: {type(error).__name__}") from error
 
 
 def public_name(path: str) -> str:

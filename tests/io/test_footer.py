@@ -7,14 +7,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from input_tables import write
 
+from batchspec.errors import InputError
 from batchspec.io import footer
-from batchspec.io.footer import Footer, FooterError
+from batchspec.io.footer import Footer
 
 
 def read_in_segments(path: Path) -> tuple[pa.Table, int]:
     """The rows of the file by way of its segments, and how many there were."""
     with pa.OSFile(str(path)) as file:
-        whole = Footer(file)
+        whole = Footer(file, "in.parquet")
         tables, row = [], 0
         while row < whole.num_rows:
             segment = whole.segment(row)
@@ -62,7 +63,7 @@ def test_every_row_is_in_the_segment_that_holds_it(
             writer.write_table(pa.table({"n": range(row, row + size)}, schema=schema))
             row += size
     with pa.OSFile(str(path)) as file:
-        whole = Footer(file)
+        whole = Footer(file, "in.parquet")
         assert whole.num_rows == sum(sizes)
         assert whole.uncompressed_bytes == sum(
             pq.read_metadata(path).row_group(i).total_byte_size for i in range(pq.read_metadata(path).num_row_groups)
@@ -77,7 +78,7 @@ def test_every_row_is_in_the_segment_that_holds_it(
 def test_the_fingerprint_follows_footer_and_size(tmp_path: Path) -> None:
     def fingerprint(**columns: list[str]) -> str:
         with pa.OSFile(str(write(tmp_path / "in.parquet", columns))) as file:
-            return Footer(file).fingerprint
+            return Footer(file, "in.parquet").fingerprint
 
     assert fingerprint(prompt=["a"]) == fingerprint(prompt=["a"])
     assert len({fingerprint(prompt=["a"]), fingerprint(prompt=["b"]), fingerprint(question=["a"])}) == 3
@@ -87,10 +88,10 @@ def test_the_schema_comes_without_the_metadata_of_its_writer(tmp_path: Path) -> 
     table = pa.table({"prompt": ["a"]}).replace_schema_metadata({"pandas": "{}"})
     pq.write_table(table, tmp_path / "in.parquet")
     with pa.OSFile(str(tmp_path / "in.parquet")) as file:
-        assert Footer(file).schema.metadata is None
+        assert Footer(file, "in.parquet").schema.metadata is None
 
 
 @pytest.mark.parametrize("size", [0, 11, 12, 100])
 def test_what_is_no_parquet_file(size: int) -> None:
-    with pytest.raises(FooterError):
-        Footer(pa.BufferReader(bytes(size)))
+    with pytest.raises(InputError, match="zeros is not a Parquet file"):
+        Footer(pa.BufferReader(bytes(size)), "zeros")

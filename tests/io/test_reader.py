@@ -212,7 +212,7 @@ def test_a_file_that_is_gone_may_come_back(tmp_path: Path) -> None:
     path = write(tmp_path / "in.parquet", {"prompt": ["a"]})
     inputs = resolve(path)
     path.unlink()
-    with pytest.raises(BatchspecError, match=r"in.parquet, rows 0 to 0: cannot be read") as raised:
+    with pytest.raises(BatchspecError, match=r"cannot read .*in.parquet, rows 0 to 0: .*No such file") as raised:
         read(inputs)
     assert raised.value.exit_code == 1
 
@@ -223,13 +223,16 @@ def test_damaged_pages_are_named_with_file_and_rows(tmp_path: Path) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[4:400] = b"\xff" * 396
     path.write_bytes(damaged)
-    with pytest.raises(InputError, match=r"in.parquet, rows 0 to 999: the file is damaged"):
+    with pytest.raises(InputError, match=r"in.parquet, rows 0 to 999 cannot be decoded; the file may be damaged"):
         read(inputs)
 
 
 def test_reading_past_the_end_is_an_error_not_fewer_rows(tmp_path: Path) -> None:
     inputs = resolve(write(tmp_path / "in.parquet", {"prompt": ["a"]}))
-    with InputReader(inputs) as rows_of, pytest.raises(InputError, match="rows 0 to 1: the file is damaged"):
+    with (
+        InputReader(inputs) as rows_of,
+        pytest.raises(InputError, match=r"in.parquet is damaged: its row groups end at row 1"),
+    ):
         list(rows_of.iter_batches(0, 0, 2))
 
 
