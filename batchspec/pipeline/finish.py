@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import BinaryIO
 
 import pyarrow.parquet as pq
 
+from batchspec.accounting.cost import ROW_LINES
 from batchspec.accounting.summary import JobSummary
 from batchspec.accounting.totals import RowTotals, sum_rows
 from batchspec.config import RunConfig
@@ -42,6 +45,20 @@ def sum_result_rows(store: Store, manifest: Manifest, config: RunConfig, inputs:
         return sum_rows(_opened_parts(store, manifest), prefix=prefix, class_column=class_column)
 
 
+def charge_killed_attempts(
+    store: Store, manifest: Manifest, attempts: Sequence[Attempt], config: RunConfig
+) -> list[Attempt]:
+    """The attempts as they have to be counted. A killed attempt's record is some seconds old, and rows that ended
+    after it prove that more time was metered: their seconds are added."""
+    if all(attempt.end_reason is not None for attempt in attempts):
+        return list(attempts)
+    row_seconds = _row_seconds_by_attempt(store, manifest, config.output.output_prefix)
+    return [
+        attempt if attempt.end_reason is not None else _with_row_seconds(attempt, row_seconds.get(attempt.attempt, 0.0))
+        for attempt in attempts
+    ]
+
+
 def job_summary(rows: RowTotals, attempts: Sequence[Attempt], output: str) -> JobSummary:
     """The whole job. What the batch was, and whether results depend on it, is said of all engines that took part."""
     engines = [engine for attempt in attempts for engine in attempt.engines]
@@ -53,6 +70,24 @@ def job_summary(rows: RowTotals, attempts: Sequence[Attempt], output: str) -> Jo
         batch_invariant=False if False in invariances else invariances == {True} or None,
         max_batch=max((engine["max_batch"] for engine in engines), default=None),
     )
+
+
+def _row_seconds_by_attempt(store: Store, manifest: Manifest, prefix: str) -> Counter[int]:
+    seconds: Counter[int] = Counter()
+    columns = [f"{prefix}attempt", f"{prefix}device_seconds"]
+    with storage_faults(store):
+        for file in _opened_parts(store, manifest):
+            table = pq.read_table(file, columns=columns).rename_columns(["attempt", "seconds"])
+            for sums in table.group_by("attempt").aggregate([("seconds", "sum")]).to_pylist():
+                seconds[sums["attempt"]] += sums["seconds_sum"]
+    return seconds
+
+
+def _with_row_seconds(attempt: Attempt, row_seconds: float) -> Attempt:
+    lines = dict(attempt.line_seconds)
+    missing = max(0.0, row_seconds - sum(lines.get(line, 0.0) for line in ROW_LINES))
+    lines[ROW_LINES[0]] = lines.get(ROW_LINES[0], 0.0) + missing
+    return replace(attempt, metered_seconds=attempt.metered_seconds + missing, line_seconds=lines)
 
 
 def _num_rows(store: Store, name: str) -> int:

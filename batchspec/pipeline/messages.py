@@ -74,10 +74,12 @@ class WantShard:
 @dataclass(frozen=True, slots=True)
 class RowsMoved:
     """`started` is about to be decoded (sent before the work, for the case that it kills the worker); `ended` rows
-    have left the engine since the last message of this kind."""
+    have left the engine since the last message of this kind. `row_device_seconds` is what all ended rows were charged.
+    """
 
     started: int | None
     ended: tuple[int, ...]
+    row_device_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

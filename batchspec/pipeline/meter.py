@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 
-from batchspec.accounting.cost import MeteredTime
+from batchspec.accounting.cost import ROW_LINES, MeteredTime
 from batchspec.pipeline.messages import Report
 
 
@@ -32,10 +32,14 @@ class PlaceMeter:
         self._running = report.lines
         self._mark = report.at
 
-    def ended(self) -> None:
-        """The worker is no more; what it reported stays."""
-        for line, seconds in self._running.items():
-            self._lines[line] += seconds
+    def ended(self, line: str, row_device_seconds: float = 0.0) -> None:
+        """The worker is no more: what it reported stays, and the time since then goes on `line`, apart from
+        `row_device_seconds` of rows that it finished in that time."""
+        self.lap(line)
+        self._lines[line] -= row_device_seconds
+        self._lines[ROW_LINES[0]] += row_device_seconds
+        for name, seconds in self._running.items():
+            self._lines[name] += seconds
         self._running = {}
 
     @property

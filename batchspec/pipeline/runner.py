@@ -21,7 +21,7 @@ from batchspec.io.writer import SUCCESS_NAME, commit_part
 from batchspec.pipeline.attempts import Attempt, load_attempts
 from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.devices import Place, device_type, worker_places
-from batchspec.pipeline.finish import check_complete, job_summary, sum_result_rows
+from batchspec.pipeline.finish import charge_killed_attempts, check_complete, job_summary, sum_result_rows
 from batchspec.pipeline.identity import job_identity, job_versions, refuse_mismatch
 from batchspec.pipeline.interrupts import Interrupts
 from batchspec.pipeline.lock import OutputLock
@@ -76,7 +76,8 @@ def generate(config: RunConfig, started_at: float | None = None) -> JobSummary:
             if finished:
                 logger.info("%s is finished already: nothing to do", store.root)
                 rows = sum_result_rows(store, manifest, job.config, job.inputs)
-                return job_summary(rows, load_attempts(store), store.root)
+                attempts = charge_killed_attempts(store, manifest, load_attempts(store), job.config)
+                return job_summary(rows, attempts, store.root)
             return _work(store, job, manifest, stock, started_at, interrupts, lock)
 
 
@@ -137,7 +138,7 @@ def _work(
         store.remove(SUCCESS_NAME)
     attempts = load_attempts(store)
     attempt = Attempt(
-        attempt=len(attempts) + 1,
+        attempt=attempts[-1].attempt + 1 if attempts else 1,
         started_at=time.time() - (time.monotonic() - started_at),
         settings=_settings(job.config),
         versions=job.versions,
@@ -154,6 +155,7 @@ def _work(
             commit_part(store, 0, schema, (), {**session.part_metadata, "shard": "0"})
         check_complete(store, manifest)
         rows = sum_result_rows(store, manifest, job.config, job.inputs)
+        attempts = charge_killed_attempts(store, manifest, attempts, job.config)
         session.end("finished")
         summary = job_summary(rows, [*attempts, attempt], store.root)
         with storage_faults(store):

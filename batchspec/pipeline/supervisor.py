@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from batchspec.accounting.cost import ROW_LINES
 from batchspec.config import RunOptions
 from batchspec.pipeline.deaths import Deaths, raise_if_fatal
 from batchspec.pipeline.interrupts import Interrupts
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.2
 MAX_FRUITLESS_DEATHS = 3
-ENGINE_LINES = ("prefill", "draft", "verify", "overhead")
 
 
 @dataclass(slots=True)
@@ -56,6 +56,7 @@ class _Worker:
     failure: Failed | None = None
     report: Report | None = None
     stepped_at: float = 0.0
+    row_device_seconds: float = 0.0
 
     @property
     def counters(self) -> Counters:
@@ -131,6 +132,7 @@ class Supervisor:
         match message:
             case RowsMoved():
                 worker.in_flight.difference_update(message.ended)
+                worker.row_device_seconds = message.row_device_seconds
                 if message.started is not None:
                     worker.in_flight.add(message.started)
             case WantShard():
@@ -167,10 +169,11 @@ class Supervisor:
                 self._executor.send(worker.spec.worker, Assign(shard))
 
     def _on_death(self, worker: _Worker, exit_code: int) -> None:
-        worker.meter.lap("idle" if worker.finished else "failed")
-        worker.meter.ended()
         if worker.finished:
+            worker.meter.ended("idle")
             return
+        reported = worker.report.counters.row_device_seconds if worker.report else 0.0
+        worker.meter.ended("failed", row_device_seconds=max(0.0, worker.row_device_seconds - reported))
         raise_if_fatal(worker.failure)
         stopping = self._stop_at is not None
         if not stopping:
@@ -237,4 +240,4 @@ class Supervisor:
 
 
 def _engine_seconds(report: Report) -> float:
-    return sum(report.lines.get(line, 0.0) for line in ENGINE_LINES)
+    return sum(report.lines.get(line, 0.0) for line in ROW_LINES)

@@ -1,13 +1,18 @@
 """Jobs on the fake engine, in the test's own process or as a command."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
 
 from batchspec.config import EngineConfig, InputConfig, OutputConfig, RunConfig, RunOptions
 from batchspec.io.results import load_results
@@ -48,3 +53,51 @@ def summary_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def answers(output: Path) -> list[dict[str, Any]]:
     """The reproducible columns of a finished output."""
     return load_results(str(output), ANSWER_COLUMNS).to_pylist()
+
+
+def start_cli(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
+    """Start `python -m batchspec` as the leader of a process group of its own."""
+    command = [sys.executable, "-m", "batchspec", *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
+
+
+def worker_pids(parent: int) -> list[int]:
+    """The worker processes of a run, oldest first."""
+    try:
+        children = psutil.Process(parent).children()
+        return [child.pid for child in children if "batchspec.pipeline.executors.process" in child.cmdline()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """What `condition` returns, once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it never came to pass"
+        time.sleep(0.01)
+    return found
+
+
+def journaled_rows(output: Path) -> int:
+    """Lines in the journals of an output, torn ones too."""
+    total = 0
+    for path in output.glob("_batchspec/journal/*"):
+        with contextlib.suppress(FileNotFoundError):  # its shard was committed meanwhile
+            total += path.read_bytes().count(b"\n")
+    return total
+
+
+def finished_rows(output: Path) -> int:
+    """Rows of the output that are in parts or journals at this moment."""
+    parts = 0
+    for path in output.glob("part-*.parquet"):
+        parts += pq.read_metadata(path).num_rows
+    return parts + journaled_rows(output)
