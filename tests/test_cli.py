@@ -191,7 +191,7 @@ def test_c01_every_outcome_has_its_exit_code_and_a_summary_where_the_job_ended(
     fake = ("--engine", "fake")
     done = run_cli("generate", good, *fake, "--summary-file", summary_file)
     assert done.returncode == 0
-    assert summary_of(done) == json.loads(summary_file.read_text())
+    assert summary_of(done.stdout) == json.loads(summary_file.read_text())
     assert len(done.stdout.splitlines()) == 1
 
     within = run_cli("generate", some, *fake, "--max-error-rate", "0.25")
@@ -199,7 +199,7 @@ def test_c01_every_outcome_has_its_exit_code_and_a_summary_where_the_job_ended(
     for path in (some, bad):
         over = run_cli("generate", path, *fake)
         assert over.returncode == 3, over.stderr
-        assert summary_of(over)["error_rows"] > 0
+        assert summary_of(over.stdout)["error_rows"] > 0
         assert "error_type" in over.stderr
 
     for arguments in (
@@ -229,7 +229,7 @@ def test_c04_paths_may_be_relative_to_a_directory_that_cannot_be_written(
     home = {"HOME": "", "XDG_CACHE_HOME": ""}
     done = run_cli("generate", "../data/in.parquet", "-o", "../out", "--engine", "fake", cwd=tmp_path / "cwd", **home)
     assert done.returncode == 0, done.stderr
-    assert summary_of(done)["output"] == str(tmp_path / "out")
+    assert summary_of(done.stdout)["output"] == str(tmp_path / "out")
     assert f"output: {tmp_path / 'out'}" in done.stderr
     assert list((tmp_path / "cwd").iterdir()) == []
 

@@ -45,9 +45,9 @@ def run_cli(*arguments: str | Path, cwd: Path | None = None, **environment: str)
     )
 
 
-def summary_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def summary_of(stdout: str) -> dict[str, Any]:
     """The last line on standard output."""
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(stdout.splitlines()[-1])
 
 
 def answers(output: Path) -> list[dict[str, Any]]:
