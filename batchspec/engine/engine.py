@@ -10,12 +10,12 @@ from time import perf_counter
 
 import torch
 
+from batchspec.engine.acceptance import AcceptanceRule, Block
 from batchspec.engine.kv_cache import KVCache, blocks_for
 from batchspec.engine.meter import Meter
 from batchspec.engine.model import PackedModel
 from batchspec.engine.packed import Segment
 from batchspec.engine.prompts import OutputDecoder, PromptEncoder
-from batchspec.engine.sampling import SampledRow, Sampler
 from batchspec.engine.scheduler import Scheduler
 from batchspec.engine.sequence import Sequence, StepRow
 from batchspec.errors import RowError
@@ -45,7 +45,7 @@ class EngineParts:
     scheduler: Scheduler
     encoder: PromptEncoder
     decoder: OutputDecoder
-    sampler: Sampler
+    rule: AcceptanceRule
     stop_ids: frozenset[int]
     drafters: Mapping[Method, Drafter]
     attribution: StepAttribution
@@ -70,11 +70,11 @@ class TorchEngine:
         return dict(self._parts.meter.seconds)
 
     def run(self, source: RequestSource, policy: RoutePolicy) -> Iterator[Outcome]:
-        """Decode until the source ends. What the consumer does between two outcomes is not the engine's time."""
+        """Decode until the source ends. While the caller handles an outcome the device is idle."""
         scheduler = self._parts.scheduler
         ended = False
         while not ended or scheduler.live or scheduler.waiting:
-            self._parts.meter.start()
+            self._parts.meter.lap("idle")
             outcomes, ended = self._step(source, policy)
             yield from outcomes
 
@@ -98,16 +98,17 @@ class TorchEngine:
         failures: list[Outcome] = []
         while scheduler.has_slot():
             if not scheduler.waiting:
-                idle = not scheduler.live
-                meter.lap("overhead" if failures or not idle else None)
-                request = source.take(wait=idle)
-                meter.lap("idle" if idle else "overhead")
+                request = source.take(wait=not scheduler.live)
+                if not scheduler.live:
+                    meter.lap("idle")
                 if request is None:
-                    return failures, idle
+                    return failures, not scheduler.live
                 try:
                     scheduler.waiting.append(self._new_sequence(request))
                 except RowError as error:
                     failures.append(RowFailure(request.row_index, error.error_type, error.message))
+                    if not scheduler.live:
+                        meter.lap("failed")
                     continue
             if not scheduler.fits(scheduler.waiting[0]):
                 break
@@ -125,6 +126,9 @@ class TorchEngine:
                 f"{len(prompt_ids)} prompt tokens + max_new_tokens {budget} need {need} KV blocks of {have}; "
                 "raise --kv-memory or lower max_new_tokens",
             )
+        outside = [token for token, _ in request.sampling.logit_bias if not 0 <= token < self._parts.model.vocab_size]
+        if outside:
+            raise RowError("bad_sampling", f"logit_bias names token ids outside the vocabulary: {outside}")
         cell = self._classifier.classify(request.request_class, len(prompt_ids), budget).cell
         return Sequence(request, cell, prompt_ids, len(prompt_ids), admitted_at=now)
 
@@ -134,14 +138,16 @@ class TorchEngine:
         Returns proposals by slot.
         """
         scheduler = self._parts.scheduler
-        overhead = self._parts.meter.lap("overhead")
+        overhead = self._parts.meter.lap("overhead" if scheduler.live else "failed")
         asking: dict[Method, list[tuple[Sequence, DraftRow]]] = defaultdict(list)
         for sequence in scheduler.live:
             sequence.overhead_seconds += overhead / len(scheduler.live)
             if not sequence.caught_up:
                 continue
-            route = policy.route(sequence.request_class, len(scheduler.live))
-            sequence.follow(route)
+            if sequence.route is None or not self._parts.rule.fixes_route:
+                sequence.follow(policy.route(sequence.request_class, len(scheduler.live)))
+            route = sequence.route
+            assert route is not None
             room = min(route.num_speculative_tokens, sequence.remaining_budget - 1)
             if route.method is not Method.TARGET_ONLY and room > 0:
                 asking[route.method].append((sequence, sequence.draft_row(route, room)))
@@ -160,7 +166,7 @@ class TorchEngine:
         """One ragged target pass over every row's known tokens and proposals; logits [sum of num_choices, vocab]."""
         rows = self._parts.scheduler.plan(proposals)
         if not rows:
-            return rows, torch.empty(0)
+            return rows, torch.empty(0, 0)
         now = perf_counter()
         segments = []
         for row in rows:
@@ -171,28 +177,13 @@ class TorchEngine:
             segments.append(Segment(sequence.slot, token_ids, sequence.num_computed, row.prefill, wanted))
         return rows, self._parts.model.forward(segments, self._parts.kv)
 
-    def _accept(self, rows: list[StepRow], logits: torch.Tensor) -> list[tuple[list[int], int]]:
-        """Per row, the block that the target writes (accepted prefix and one target token), and how much of it was
-        accepted. Rows that are not at their end yet get an empty block."""
-        sampled = [
-            SampledRow(row.sequence.request.sampling, row.sequence.request.row_key, row.sequence.num_output_tokens + i)
-            for row in rows
-            for i in range(row.num_choices)
-        ]
-        chosen = self._parts.sampler.choose(logits, sampled) if sampled else []
+    def _accept(self, rows: list[StepRow], logits: torch.Tensor) -> list[Block]:
+        """Per row, the block that the target writes: the accepted prefix and one token of its own."""
+        blocks = self._parts.rule.blocks(logits, rows)
         self._attribute_forward(rows)
-        blocks = []
-        start = 0
-        for row in rows:
-            choices = chosen[start : start + row.num_choices]
-            start += row.num_choices
-            num_accepted = 0
-            while num_accepted < len(choices) - 1 and choices[num_accepted] == row.proposal.token_ids[num_accepted]:
-                num_accepted += 1
-            blocks.append((choices[: num_accepted + 1], num_accepted))
         return blocks
 
-    def _commit(self, rows: list[StepRow], blocks: list[tuple[list[int], int]]) -> list[Sequence]:
+    def _commit(self, rows: list[StepRow], blocks: list[Block]) -> list[Sequence]:
         """Append the blocks, cut where the row ends, count, and roll the KV cache back to what is now text.
 
         Returns the rows that ended.

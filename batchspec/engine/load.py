@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from batchspec.config import DEMO_MODEL, EngineConfig
+from batchspec.config import EngineConfig
 from batchspec.engine import checks
-from batchspec.engine.drafters import PromptLookupDrafter
+from batchspec.engine.acceptance import CoupledRule, RejectionRule
+from batchspec.engine.drafters import DraftModelDrafter, LookupThenDraftDrafter, PromptLookupDrafter
 from batchspec.engine.engine import EngineParts, TorchEngine
-from batchspec.engine.kv_cache import blocks_for, bytes_per_block
+from batchspec.engine.kv_cache import BLOCK_TOKENS, blocks_for, bytes_per_block
 from batchspec.engine.meter import Meter
 from batchspec.engine.model import PackedModel, load_model, stop_token_ids
 from batchspec.engine.prompts import OutputDecoder, PromptEncoder
 from batchspec.engine.sampling import Sampler
 from batchspec.engine.scheduler import Scheduler
-from batchspec.errors import UsageError
-from batchspec.types import EngineInfo, Method, StepAttribution
+from batchspec.errors import MismatchError, UsageError
+from batchspec.types import Drafter, EngineInfo, Method, StepAttribution
 
 # Share of the memory that is free after loading which the KV cache may take where --kv-memory does not say.
 _KV_SHARE_CPU = 0.3
@@ -31,40 +33,33 @@ _STEP_PREFILL_CHUNKS = 2
 def load_torch_engine(
     config: EngineConfig, device: str, threads: int, device_share: float, attribution: StepAttribution
 ) -> TorchEngine:
-    """Load, check and probe; the seconds go to the lines `load` and `warmup`."""
+    """Load, check and probe; the seconds go to the lines `load` and `warmup`. The models are local directories."""
     meter = Meter(device_share)
     torch.set_num_threads(threads)
-    torch_device = torch.device(device)
-    path = resolve_model(config.model)
-    tokenizer = load_tokenizer(path)
-    model = load_model(path, config.dtype, torch_device)
+    tokenizer = load_tokenizer(Path(config.model))
+    model = load_model(Path(config.model), config.dtype, torch.device(device))
+    draft = load_draft(config, tokenizer, device)
+    models = [model] if draft is None else [model, draft]
     meter.lap("load")
     difference = checks.probe_batch_invariance(model)
     if difference is not None and config.require_exact:
         raise UsageError(
             f"--require-exact: on this {device} in {model.dtype} the bits of a row depend on its batch ({difference}); "
-            "use --dtype float32, or drop --require-exact"
+            "use another --dtype, or drop --require-exact"
         )
-    num_blocks = num_kv_blocks(model, config, device_share)
+    num_blocks = num_kv_blocks(models, config, device_share)
     kv = model.new_cache(num_blocks, config.max_batch)
     stop_ids = stop_token_ids(model.module)
-    notes = [] if difference is None else [f"batch_invariant is false: {difference} changed the bits of a row"]
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stop_ids:
-        notes.append(f"the tokenizer's end token {tokenizer.eos_token!r} is not among the model's end tokens")
-    info = EngineInfo(
-        engine="torch",
-        model=config.model,
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=device,
-        max_batch=config.max_batch,
-        batch_invariant=difference is None,
-        memory_bytes={
-            "target_weights": model.weight_bytes,
-            "target_kv": num_blocks * bytes_per_block(model.layers, model.dtype),
-        },
-        versions=library_versions(),
-        notes=tuple(notes),
-    )
+    sampler = Sampler(stop_ids)
+    drafters: dict[Method, Drafter] = {Method.PROMPT_LOOKUP: PromptLookupDrafter()}
+    if draft is not None:
+        draft_kv = draft.new_cache(num_blocks, config.max_batch)
+        drafters[Method.DRAFT_MODEL] = DraftModelDrafter(
+            draft, draft_kv, sampler, stop_ids, model.vocab_size, config.acceptance_rule
+        )
+        drafters[Method.LOOKUP_THEN_DRAFT] = LookupThenDraftDrafter(
+            drafters[Method.PROMPT_LOOKUP], drafters[Method.DRAFT_MODEL]
+        )
     parts = EngineParts(
         model=model,
         kv=kv,
@@ -73,27 +68,56 @@ def load_torch_engine(
         ),
         encoder=PromptEncoder(tokenizer, model.context_tokens, config.neutralize_special_tokens),
         decoder=OutputDecoder(tokenizer),
-        sampler=Sampler(stop_ids, torch_device),
+        rule=RejectionRule(sampler) if config.acceptance_rule == "rejection" else CoupledRule(sampler),
         stop_ids=stop_ids,
-        drafters={Method.PROMPT_LOOKUP: PromptLookupDrafter()},
+        drafters=drafters,
         attribution=attribution,
         meter=meter,
-        info=info,
+        info=EngineInfo(
+            engine="torch",
+            model=config.model,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=device,
+            max_batch=config.max_batch,
+            batch_invariant=difference is None,
+            draft_model=config.draft_model,
+            memory_bytes=memory_bytes(model, draft, num_blocks),
+            versions=library_versions(),
+            notes=notes(tokenizer, stop_ids, difference),
+        ),
     )
     meter.lap("warmup")
     return TorchEngine(parts)
 
 
-def resolve_model(model: str) -> Path:
-    """A local directory, the demo model, or a hub name (a local path wins)."""
-    path = Path(model)
-    if path.is_dir():
-        return path
-    if model == DEMO_MODEL:
-        from batchspec.engine.demo_model import demo_model_dir
+def load_draft(config: EngineConfig, tokenizer: Any, device: str) -> PackedModel | None:
+    """The draft model, once its tokenizer is known to mean the same by every id."""
+    if config.draft_model is None:
+        return None
+    path = Path(config.draft_model)
+    refuse_other_token_map(tokenizer, load_tokenizer(path))
+    return load_model(path, config.dtype, torch.device(config.draft_device or device))
 
-        return demo_model_dir()
-    return Path(model.removeprefix("hf://"))
+
+def refuse_other_token_map(target: Any, draft: Any) -> None:
+    """Raise MismatchError, naming the first difference, unless both tokenizers map the same tokens to the same ids.
+
+    Maps are compared, not sizes: output layers of one tokenizer may be padded differently, and different tokenizers
+    may be equal in size.
+    """
+    target_map, draft_map = target.get_vocab(), draft.get_vocab()
+    for token, token_id in sorted(target_map.items(), key=lambda item: item[1]):
+        if draft_map.get(token) != token_id:
+            raise MismatchError(
+                f"--draft-model: its tokenizer differs from the target's: token {token!r} has id {token_id} in the "
+                f"target and {draft_map.get(token, 'none')} in the draft; use a draft with the target's own tokenizer"
+            )
+    surplus = sorted(draft_map.keys() - target_map.keys())
+    if surplus:
+        raise MismatchError(
+            f"--draft-model: its tokenizer has a token that the target's lacks: {surplus[0]!r} "
+            f"(id {draft_map[surplus[0]]}); use a draft with the target's own tokenizer"
+        )
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -105,20 +129,46 @@ def load_tokenizer(path: Path) -> Any:
         raise UsageError(f"--model {path}: no tokenizer that transformers can read: {error}") from None
 
 
-def num_kv_blocks(model: PackedModel, config: EngineConfig, device_share: float) -> int:
-    """Blocks of the KV cache: what `max_batch` full contexts need, or what memory allows, whichever is less."""
-    block_bytes = bytes_per_block(model.layers, model.dtype)
-    wanted = config.max_batch * blocks_for(model.context_tokens)
+def num_kv_blocks(models: Sequence[PackedModel], config: EngineConfig, device_share: float) -> int:
+    """Blocks of each model's KV cache: what `max_batch` full contexts need, or what memory allows if that is less.
+
+    A draft model reads the same tokens as the target, so a block costs both models' bytes and a draft leaves room for
+    fewer rows.
+    """
+    target = models[0]
+    block_bytes = sum(bytes_per_block(model.layers, model.dtype) for model in models)
+    wanted = config.max_batch * blocks_for(target.context_tokens)
     if config.kv_memory_bytes is not None:
         allowed = config.kv_memory_bytes // block_bytes
         if allowed < 2:
             raise UsageError(f"--kv-memory {config.kv_memory_bytes}: less than two blocks of {block_bytes} bytes")
-    elif model.device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(model.device)
+    elif target.device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(target.device)
         allowed = int(free_bytes * _KV_SHARE_CUDA) // block_bytes
     else:
         allowed = int(free_memory_bytes() * _KV_SHARE_CPU * device_share) // block_bytes
     return 1 + min(wanted, allowed)
+
+
+def memory_bytes(model: PackedModel, draft: PackedModel | None, num_blocks: int) -> dict[str, int]:
+    """Bytes by use. `speculative_kv_per_token` is what each proposed token of a row holds until it is judged."""
+    sizes = {
+        "target_weights": model.weight_bytes,
+        "target_kv": num_blocks * bytes_per_block(model.layers, model.dtype),
+        "speculative_kv_per_token": bytes_per_block(model.layers, model.dtype) // BLOCK_TOKENS,
+    }
+    if draft is not None:
+        sizes["draft_weights"] = draft.weight_bytes
+        sizes["draft_kv"] = num_blocks * bytes_per_block(draft.layers, draft.dtype)
+        sizes["speculative_kv_per_token"] += bytes_per_block(draft.layers, draft.dtype) // BLOCK_TOKENS
+    return sizes
+
+
+def notes(tokenizer: Any, stop_ids: frozenset[int], difference: str | None) -> tuple[str, ...]:
+    found = [] if difference is None else [f"batch_invariant is false: {difference} changed the bits of a row"]
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stop_ids:
+        found.append(f"the tokenizer's end token {tokenizer.eos_token!r} is not among the model's end tokens")
+    return tuple(found)
 
 
 def free_memory_bytes() -> int:

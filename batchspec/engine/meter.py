@@ -14,10 +14,6 @@ class Meter:
         self._share = device_share
         self._mark = time.perf_counter()
 
-    def start(self) -> None:
-        """Time up to here is somebody else's."""
-        self._mark = time.perf_counter()
-
     def lap(self, line: str | None = None) -> float:
         """Device seconds since the last mark, put on `line` if one is given; the next lap starts here."""
         now = time.perf_counter()

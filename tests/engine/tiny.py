@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
+from batchspec.engine.acceptance import CoupledRule, RejectionRule
 from batchspec.engine.drafters import PromptLookupDrafter
 from batchspec.engine.engine import EngineParts, TorchEngine
 from batchspec.engine.meter import Meter
@@ -144,6 +145,7 @@ def make_engine(
     num_blocks: int | None = None,
     drafters: Mapping[Method, Drafter] | None = None,
     tokenizer: Any = None,
+    rule: str = "coupled",
 ) -> TorchEngine:
     model = wrap_model("tiny", copy.deepcopy(module))
     tokenizer = tokenizer or byte_tokenizer()
@@ -156,7 +158,7 @@ def make_engine(
             scheduler=Scheduler(kv, max_batch, chunk, step_prefill_tokens=2 * chunk),
             encoder=PromptEncoder(tokenizer, model.context_tokens),
             decoder=OutputDecoder(tokenizer),
-            sampler=Sampler(stop_ids, model.device),
+            rule=(RejectionRule if rule == "rejection" else CoupledRule)(Sampler(stop_ids)),
             stop_ids=stop_ids,
             drafters={Method.PROMPT_LOOKUP: PromptLookupDrafter(), **(drafters or {})},
             attribution=EvenShares(),

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from batchspec.config import MAX_MATCH_TOKENS
 from batchspec.types import NO_PROPOSAL, DraftRow, Proposal
 
-# Matches longer than this predict no better; more candidates than this are older than it pays to look at.
-MAX_MATCH_TOKENS = 8
+# More candidates than this are older than it pays to look at.
 MAX_CANDIDATES = 16
 
 

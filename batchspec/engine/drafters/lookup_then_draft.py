@@ -1,0 +1,25 @@
+"""Prompt lookup where it matches, else the draft model: the free proposal first, the paid one for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchspec.types import Drafter, DraftRow, Proposal
+
+
+class LookupThenDraftDrafter:
+    def __init__(self, lookup: Drafter, draft: Drafter) -> None:
+        self._lookup = lookup
+        self._draft = draft
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        proposals = self._lookup.propose(rows)
+        unmatched = [index for index, proposal in enumerate(proposals) if not proposal.token_ids]
+        drafted = self._draft.propose([rows[index] for index in unmatched]) if unmatched else []
+        for index, proposal in zip(unmatched, drafted, strict=True):
+            proposals[index] = proposal
+        return proposals
+
+    def forget(self, row_index: int) -> None:
+        self._lookup.forget(row_index)
+        self._draft.forget(row_index)
