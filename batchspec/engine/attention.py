@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from batchspec.engine import cpu
 from batchspec.engine.kv_cache import BLOCK_TOKENS
 from batchspec.engine.packed import PackedStep
 from batchspec.errors import UnsupportedModelError
@@ -54,6 +55,10 @@ def batchspec_attention(
     refuse_unknown_keywords(module, attention_mask, dropout, is_causal, keywords)
     step = batchspec_step
     layer: int = module.layer_idx  # type: ignore[assignment]
+    settings = cpu.attention_settings(query, key, value, scaling, sliding_window, softcap)
+    if settings is not None:
+        rows_of = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        return cpu.paged_attention(settings, step, layer, *rows_of)[None], None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     keys, values = step.kv.keys[layer], step.kv.values[layer]
     keys.view(-1, *keys.shape[2:]).index_copy_(0, step.slot_mapping, key[0].transpose(0, 1))

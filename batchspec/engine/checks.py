@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchspec.engine import attention
+from batchspec.engine import attention, cpu
 from batchspec.engine.kv_cache import KVCache, LayerShape, blocks_for
 from batchspec.engine.packed import Segment, pack
 from batchspec.errors import UnsupportedModelError
@@ -117,6 +117,7 @@ def check_packed_forward(module: Any) -> tuple[LayerShape, ...]:
     with torch.inference_mode():
         plain = [module(torch.tensor([row], device=module.device), use_cache=False).logits[0].float() for row in rows]
     module.set_attn_implementation(attention.ATTENTION_NAME)
+    cpu.prepare_model(module, layers)
     packed = _packed_logits(module, layers, rows)
     for expected, got in zip(plain, packed, strict=True):
         error = float((expected - got).norm() / expected.norm().clamp_min(1e-6))

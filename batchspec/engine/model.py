@@ -100,7 +100,7 @@ def wrap_model(name: str, module: Any) -> PackedModel:
         device=module.device,
         layers=layers,
         context_tokens=text_config.max_position_embeddings,
-        vocab_size=module.get_output_embeddings().weight.shape[0],
+        vocab_size=module.get_output_embeddings().out_features,
     )
 
 

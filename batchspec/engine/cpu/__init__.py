@@ -1,7 +1,7 @@
 """A fast CPU forward: C kernels, compiled once per machine, under a `transformers` causal LM.
 
-`prepare_model` packs a model's weights and fuses the layers it knows; `paged_attention` serves every other layer. Results
-do not depend on the shape of the batch, bit for bit. Where `unavailable_reason` says why not, torch does the work.
+`prepare_model` packs a model's weights and fuses the layers it knows; `paged_attention` serves every other layer.
+Results do not depend on the shape of the batch, bit for bit. Where `unavailable_reason` gives one, torch does the work.
 """
 
 from batchspec.engine.cpu.kernels import argmax, attention_settings, unavailable_reason

@@ -17,7 +17,7 @@ _SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-w")
 
 
-class KernelsUnavailable(Exception):
+class KernelsUnavailableError(Exception):
     """The kernels cannot be had here; the message says why and what would mend it."""
 
 
@@ -25,11 +25,11 @@ class KernelsUnavailable(Exception):
 def load() -> ctypes.PyDLL:
     """The kernel library, compiled where the cache has none for this source, compiler and processor (1 to 3 s).
 
-    Its calls hold the interpreter lock, since they share scratch memory. Raises KernelsUnavailable.
+    Its calls hold the interpreter lock, since they share scratch memory. Raises KernelsUnavailableError.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if shutil.which(compiler[0]) is None:
-        raise KernelsUnavailable(
+        raise KernelsUnavailableError(
             f"no C compiler ({compiler[0]}) on PATH; install one (e.g. gcc) for a faster CPU engine"
         )
     sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.c")])
@@ -44,7 +44,7 @@ def load() -> ctypes.PyDLL:
     try:
         return ctypes.PyDLL(str(library))
     except OSError as error:
-        raise KernelsUnavailable(f"{library} does not load: {error}") from None
+        raise KernelsUnavailableError(f"{library} does not load: {error}") from None
 
 
 def _compile(command: list[str], library: Path) -> None:
@@ -55,7 +55,7 @@ def _compile(command: list[str], library: Path) -> None:
         done = subprocess.run([*command, "-o", temporary], capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no message"])[0]
-            raise KernelsUnavailable(f"the C compiler failed: {reason} (command: {shlex.join(command)})")
+            raise KernelsUnavailableError(f"the C compiler failed: {reason} (command: {shlex.join(command)})")
         os.replace(temporary, library)
     finally:
         Path(temporary).unlink(missing_ok=True)

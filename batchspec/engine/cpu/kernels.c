@@ -24,15 +24,15 @@ static void rms_norm(int is_bf16, const void *in, const void *weight, float eps,
         store16(is_bf16, out, i, load16(is_bf16, weight, i) * round16(is_bf16, load16(is_bf16, in, i) * scale));
 }
 
-// Rotate one head in place: x * cos + rotate_half(x) * sin.
-static void rotate(int is_bf16, void *head, const void *cos, const void *sin, long dim) {
-    for (long i = 0; i < dim / 2; i++) {
-        long j = i + dim / 2;
-        float x = load1(is_bf16, head, i), y = load1(is_bf16, head, j);
-        float a = round1(is_bf16, x * load1(is_bf16, cos, i)) + round1(is_bf16, -y * load1(is_bf16, sin, i));
-        float b = round1(is_bf16, y * load1(is_bf16, cos, j)) + round1(is_bf16, x * load1(is_bf16, sin, j));
-        if (is_bf16) ((uint16_t *)head)[i] = narrow(a), ((uint16_t *)head)[j] = narrow(b);
-        else ((float *)head)[i] = a, ((float *)head)[j] = b;
+// Rotate one head in place, x * cos + rotate_half(x) * sin, rounded where transformers rounds.
+INLINE void rotate(int is_bf16, void *head, const void *cos, const void *sin, long dim) {
+    for (long i = 0, half = dim / 2; i < half; i += LANES) {
+        long lanes = min_long(LANES, half - i), j = i + half;  // at 8 lanes of 16 the rest is not stored
+        f32x x = load16(is_bf16, head, i), y = load16(is_bf16, head, j);
+        f32x first = round16(is_bf16, x * load16(is_bf16, cos, i)) + round16(is_bf16, -y * load16(is_bf16, sin, i));
+        f32x second = round16(is_bf16, y * load16(is_bf16, cos, j)) + round16(is_bf16, x * load16(is_bf16, sin, j));
+        store_columns(is_bf16, head, i, first, lanes);
+        store_columns(is_bf16, head, j, second, lanes);
     }
 }
 
@@ -74,7 +74,9 @@ void batchspec_layer(int threads, const Layer *layer, const Step *step, const vo
                 const void *norm = head < keys ? layer->query_norm : layer->key_norm;
                 float eps = head < keys ? layer->query_norm_eps : layer->key_norm_eps;
                 if (norm) rms_norm(is_bf16, head, norm, eps, dim, head);
-                rotate(is_bf16, head, (const char *)cos + r * dim * bytes, (const char *)sin + r * dim * bytes, dim);
+                const char *row_cos = (const char *)cos + r * dim * bytes, *row_sin = (const char *)sin + r * dim * bytes;
+                if (is_bf16) rotate(1, head, row_cos, row_sin, dim);
+                else rotate(0, head, row_cos, row_sin, dim);
             }
             long seq = sequence_of(step, r), position = step->first_positions[seq] + r - step->query_starts[seq];
             write_kv(at, step, seq, position, r + 1 == step->query_starts[seq + 1], keys, values, key_pool, value_pool);
@@ -120,13 +122,6 @@ void batchspec_linear(int threads, int64_t is_bf16, const Linear *weight, int64_
         for (long r = 0; r < num_rows; r++) memcpy(rows + r * lda, (const int32_t *)in + r * used, used * sizeof(int32_t));
         linear(is_bf16, weight, PLAIN, num_rows, rows, lda, NULL, out, weight->num_columns);
     }
-}
-
-void batchspec_rms_norm(int64_t is_bf16, int64_t num_rows, int64_t size, const void *in, const void *weight, float eps,
-                        void *out) {
-    for (long r = 0; r < num_rows; r++)
-        rms_norm(is_bf16, (const char *)in + r * size * element_bytes(is_bf16), weight, eps, size,
-                 (char *)out + r * size * element_bytes(is_bf16));
 }
 
 // The column of each row's largest value; the lowest such column where several are equal.

@@ -71,7 +71,7 @@ class CLayer(ctypes.Structure):
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] -> int32 [panels, words of a row, 32]: 32 outputs side by side, a word being 2 bf16 or 1 fp32 inputs."""
+    """[out, in] -> int32 [panels, words of a row, 32]: 32 outputs side by side, a word is 2 bf16 or 1 fp32 inputs."""
     out_features, in_features = weight.shape
     missing = -out_features % PANEL_COLUMNS
     if missing:
@@ -121,16 +121,6 @@ def linear(weight: CLinear, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., size] / rms(x) * weight, rounded in between as transformers does."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    _library().batchspec_rms_norm(
-        _is_bf16(x), x.numel() // x.shape[-1], x.shape[-1], x.data_ptr(), weight.data_ptr(), eps, out.data_ptr()
-    )
-    return out
-
-
 def attention_settings(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -139,7 +129,7 @@ def attention_settings(
     sliding_window: int | None,
     softcap: float | None,
 ) -> CAttention | None:
-    """Settings for query [1, heads, T, dim], key and value [1, kv_heads, T, dim]; None where the kernels do not serve them.
+    """Settings for query [1, heads, T, dim], key and value [1, kv_heads, T, dim]; None where torch must serve them.
 
     The answer depends on nothing that changes from step to step: a layer's cache is always read as it was written.
     """
@@ -156,7 +146,7 @@ def unavailable_reason() -> str | None:
     """None where the kernels are there; compiles them where they are not yet in the cache."""
     try:
         _library()
-    except build.KernelsUnavailable as error:
+    except build.KernelsUnavailableError as error:
         return str(error)
     return None
 
@@ -207,7 +197,9 @@ def decoder_layer(
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """logits [rows, vocab] -> int64 [rows]: the largest, the lowest id of equals."""
+    """logits [rows, vocab] -> int64 [rows]: the largest, the lowest id of equals. Serves every device and dtype."""
+    if logits.device.type != "cpu" or logits.dtype not in DTYPES or unavailable_reason() is not None:
+        return logits.argmax(dim=-1)
     logits = logits.contiguous()
     out = torch.empty(logits.shape[0], dtype=torch.int64)
     _library().batchspec_argmax(
@@ -225,10 +217,9 @@ def _library() -> ctypes.PyDLL:
     library = build.load()
     pointer = c_void_p
     library.batchspec_linear.argtypes = (c_int, c_int64, pointer, c_int64, pointer, pointer)
-    library.batchspec_rms_norm.argtypes = (c_int64, c_int64, c_int64, pointer, pointer, c_float, pointer)
     library.batchspec_attention.argtypes = (c_int, *[pointer] * 8)
     library.batchspec_layer.argtypes = (c_int, *[pointer] * 8)
     library.batchspec_argmax.argtypes = (c_int, c_int64, c_int64, c_int64, pointer, pointer)
-    for name in ("linear", "rms_norm", "attention", "layer", "argmax"):
+    for name in ("linear", "attention", "layer", "argmax"):
         getattr(library, f"batchspec_{name}").restype = None
     return library

@@ -35,18 +35,6 @@ class PackedLinear(nn.Module):
         return kernels.linear(self.c, x)
 
 
-class PackedNorm(nn.Module):
-    """RMSNorm in one call."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight = norm.weight
-        self.eps = _eps(norm)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps)
-
-
 class FusedLayer(nn.Module):
     """A Llama-type decoder layer (optionally with biases and query/key norms) in one call."""
 
@@ -85,10 +73,13 @@ class FusedLayer(nn.Module):
 
 
 def prepare_model(module: Any, layers: tuple[LayerShape, ...]) -> int:
-    """Pack and fuse `module` (a causal LM on CPU) in place; returns the number of layers fused.
+    """Pack and fuse a causal LM in place, its attention already ours; returns the number of layers fused.
 
-    Doing it twice changes nothing. The plain weights are let go, layer by layer.
+    Doing it twice changes nothing. The plain weights are let go, layer by layer. A model that the kernels do not serve
+    (another device or dtype, no compiler) stays as it is.
     """
+    if module.device.type != "cpu" or module.dtype not in kernels.DTYPES or kernels.unavailable_reason() is not None:
+        return 0
     fused = _fuse_layers(module, layers)
     for name, child in list(module.named_modules()):
         if type(child) is nn.Linear and child.in_features % 2 == 0:
@@ -130,7 +121,7 @@ def _fuse_layers(module: Any, layers: tuple[LayerShape, ...]) -> int:
 
 
 def _run_recorded(module: Any, step: PackedStep) -> dict[int, kernels.CAttention | None]:
-    """Forward `step`; the settings that each layer's attention was called with, None where the kernels do not serve it."""
+    """Forward `step`; the settings that each layer's attention was called with, None where torch must serve it."""
     from transformers import AttentionInterface
 
     from batchspec.engine import attention
@@ -203,7 +194,7 @@ def _join(linears: list[Any], interleave: int) -> PackedLinear:
     def join(parts: list[torch.Tensor]) -> torch.Tensor:
         if not interleave:
             return torch.cat(parts)
-        return torch.stack([part.unflatten(0, (-1, interleave)) for part in parts], dim=1).flatten(0, 2)
+        return torch.stack([part.view(-1, interleave, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
 
     biases = [linear.bias for linear in linears]
     if any(bias is not None for bias in biases):
