@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -48,6 +49,22 @@ def status(output: str, as_json: bool) -> None:
 
     found = read_status(output)
     click.echo(json.dumps(found.as_json()) if as_json else found.as_text())
+
+
+@cli.command()
+@click.argument("output")
+@click.option("--sample-rows", type=click.IntRange(min=1), default=64, show_default=True, help="Rows to audit.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Another seed takes other rows.")
+@click.option("--model", help="Where the model lies now, if not where the output says.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda:0, ...")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def verify(output: str, as_json: bool, **options: Any) -> None:
+    """Audit a sample of OUTPUT against a plain forward of its model. Exit code 5 where a token is not the model's."""
+    from batchspec.pipeline.verify import verify_output
+
+    audit = verify_output(output, **options)
+    click.echo(json.dumps(audit.as_json(), allow_nan=False) if as_json else audit.as_text())
+    audit.refuse_faults()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-TABLE_WIDTH = 100
+from batchspec.text import TABLE_WIDTH, fit, number, printable
+
 MAX_TABLE_ROWS = 40
 _HEADINGS = ("rows", "out tokens", "tok/dev-s", "accepted", "tok/step", "USD/M out")
 _CELL_WIDTHS = (10, 14, 9, 8, 8, 9)
@@ -53,16 +53,16 @@ def _cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"{figures['rows']:,}",
         f"{figures['output_tokens']:,}",
-        _number(figures["output_tokens_per_device_second"], 1),
-        _number(figures["acceptance_rate"], 3),
-        _number(figures["tokens_per_target_step"], 2),
-        _number(figures["active_usd_per_million_output_tokens"], 3),
+        number(figures["output_tokens_per_device_second"], 1),
+        number(figures["acceptance_rate"], 3),
+        number(figures["tokens_per_target_step"], 2),
+        number(figures["active_usd_per_million_output_tokens"], 3),
     )
 
 
 def _line(name: str, method: str, cells: Sequence[str]) -> str:
     right = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, _CELL_WIDTHS, strict=True))
-    return f"{_fit(_printable(name), 18)} {_fit(method, 17)} {right}".rstrip()
+    return f"{fit(printable(name), 18)} {fit(method, 17)} {right}".rstrip()
 
 
 def _notes(summary: Mapping[str, Any]) -> list[str]:
@@ -75,8 +75,8 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
     notes = [
         f"{summary['rows']:,} rows, {summary['error_rows']:,} of them errors; {summary['input_tokens']:,} input and "
         f"{summary['output_tokens']:,} output tokens in {summary['decode_wall_seconds']:.1f} s of decoding "
-        f"({summary['wall_seconds']:.1f} s in all): {_number(summary['output_tokens_per_second'], 1)} tokens/s.",
-        f"Batch: at most {summary['max_batch'] or '-'}, {_number(summary['mean_live_sequences'], 1)} live on average; "
+        f"({summary['wall_seconds']:.1f} s in all): {number(summary['output_tokens_per_second'], 1)} tokens/s.",
+        f"Batch: at most {summary['max_batch'] or '-'}, {number(summary['mean_live_sequences'], 1)} live on average; "
         f"results independent of it (batch_invariant): {yes_no[summary['batch_invariant']]}.",
         f"Metered: {summary['device_seconds']:.1f} device seconds = {' + '.join(device_seconds)}.",
     ]
@@ -85,36 +85,10 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
     else:
         notes.append(
             f"Cost: {summary['cost_usd']:,.4f} USD; per million output tokens "
-            f"{_number(summary['usd_per_million_output_tokens'], 3)} over all metered time, "
-            f"{_number(summary['active_usd_per_million_output_tokens'], 3)} over the rows' time."
+            f"{number(summary['usd_per_million_output_tokens'], 3)} over all metered time, "
+            f"{number(summary['active_usd_per_million_output_tokens'], 3)} over the rows' time."
         )
     if summary["error_types"]:
-        kinds = ", ".join(f"{_printable(kind)} {count:,}" for kind, count in summary["error_types"].items())
+        kinds = ", ".join(f"{printable(kind)} {count:,}" for kind, count in summary["error_types"].items())
         notes.append(f"Error rows: {kinds}.")
     return notes
-
-
-def _printable(text: str) -> str:
-    """Labels come from the input: keep control characters away from the terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)
-
-
-def _fit(text: str, width: int) -> str:
-    """`text` in exactly `width` columns; wide characters take two of them."""
-    total = sum(_columns(char) for char in text)
-    if total <= width:
-        return text + " " * (width - total)
-    kept, used = "", 0
-    for char in text:
-        if used + _columns(char) > width - 1:
-            break
-        kept, used = kept + char, used + _columns(char)
-    return kept + "…" + " " * (width - used - 1)
-
-
-def _columns(char: str) -> int:
-    return 0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"

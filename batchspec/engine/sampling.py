@@ -19,7 +19,7 @@ from batchspec.engine.processors import apply_processors
 from batchspec.types import SamplingParams
 
 # Tokens looked at first; enough for nearly every row, and a tenth of the cost of sorting the vocabulary.
-_FIRST_CANDIDATES = 64
+FIRST_CANDIDATES = 64
 _MORE_CANDIDATES = 16
 
 # What a race can end with instead of a token id.
@@ -97,7 +97,7 @@ class Sampler:
         keys = np.array([noise.stream_key(row.sampling.seed, row.row_key) for row in rows], dtype=np.uint64)
         positions = np.array([row.output_index for row in rows], dtype=np.int64)
         tokens = [_UNDECIDED] * len(rows)
-        undecided, width = list(range(len(rows))), _FIRST_CANDIDATES
+        undecided, width = list(range(len(rows))), FIRST_CANDIDATES
         while undecided:
             found = find_candidates(logits[undecided], [rows[i].sampling for i in undecided], width)
             winners = race(found, keys[undecided], positions[undecided])
