@@ -95,13 +95,20 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a row is decoded in one step, and why. `min_match_tokens` concerns prompt lookup."""
+    """How a row is decoded in one step, and why. `min_match_tokens` concerns prompt lookup, and so does
+    `num_tokens_by_match`: entry m is how much to propose after a match of m tokens, where that depends on m."""
 
     method: Method
     num_speculative_tokens: int = 0
     reason: str = ""
     min_match_tokens: int = 2
+    num_tokens_by_match: tuple[int, ...] = ()
     profile_cell: str | None = None
+
+    def tokens_for_match(self, match_tokens: int) -> int:
+        """Most tokens to propose where `match_tokens` tokens matched."""
+        by_match = self.num_tokens_by_match
+        return by_match[min(match_tokens, len(by_match) - 1)] if by_match else self.num_speculative_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +185,28 @@ class EngineInfo:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did: what a policy may learn from. `tokens` were committed over all rows; `drafts` are (request
+    class, proposed, accepted) of the rows that proposed; `retired` are (request class, prompt + output ids, prompt
+    tokens) of the rows that ended without ever proposing."""
+
+    num_live: int
+    tokens: int
+    prefill_tokens: int
+    device_seconds: float
+    drafts: Sequence[tuple[str, int, int]] = ()
+    retired: Sequence[tuple[str, Sequence[int], int]] = ()
+
+
 class RoutePolicy(Protocol):
-    """Says how a class is decoded at a given number of live sequences. Pure; called in every step."""
+    """Says how a class is decoded at a given number of live sequences; asked for every row in every step."""
 
     def route(self, request_class: str | None, occupancy: int) -> Route: ...
+
+    def observe(self, step: StepReport) -> None:
+        """Called after every step. Static policies learn nothing."""
+        ...
 
 
 class StepAttribution(Protocol):

@@ -32,6 +32,7 @@ from batchspec.types import (
     RoutePolicy,
     RowFailure,
     StepAttribution,
+    StepReport,
 )
 from batchspec.workload import RequestClassifier
 
@@ -87,7 +88,9 @@ class TorchEngine:
         rows, logits = self._forward(proposals)
         blocks = self._accept(rows, logits)
         finished = self._commit(rows, blocks)
-        return failures + self._retire(rows, finished), ended
+        completions = self._retire(rows, finished)
+        policy.observe(self._report(rows, blocks, finished))
+        return failures + completions, ended
 
     def _admit(self, source: RequestSource) -> tuple[list[Outcome], bool]:
         """Fill free slots while the KV blocks are expected to last: pre-empted rows first, then new ones.
@@ -238,6 +241,27 @@ class TorchEngine:
                 drafter.forget(sequence.request.row_index)
             completions.append(sequence.completion(now))
         return completions
+
+    def _report(self, rows: list[StepRow], blocks: list[Block], finished: list[Sequence]) -> StepReport:
+        """What the policy learns: tokens per device second, and how each class's proposals fared."""
+        seconds = self._parts.meter.row_seconds()
+        drafts = [
+            (row.sequence.request_class, len(row.proposal.token_ids), accepted)
+            for row, (_, accepted) in zip(rows, blocks, strict=True)
+            if row.proposal.token_ids
+        ]
+        return StepReport(
+            num_live=len(rows),
+            tokens=sum(len(block) for block, _ in blocks),
+            prefill_tokens=sum(len(row.known) for row in rows if row.prefill),
+            device_seconds=seconds,
+            drafts=drafts,
+            retired=[
+                (sequence.request_class, sequence.token_ids, sequence.num_prompt_tokens)
+                for sequence in finished
+                if sequence.method is Method.TARGET_ONLY
+            ],
+        )
 
     def _attribute_forward(self, rows: list[StepRow]) -> None:
         """Split the seconds since the proposals among the rows of the forward."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
+# The lines that are handed on to rows.
+_ROW_LINES = ("prefill", "draft", "verify", "overhead")
+
 
 class Meter:
     """Device seconds by line. `device_share` is this worker's share of its device: wall seconds count that much."""
@@ -13,6 +16,13 @@ class Meter:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._share = device_share
         self._mark = time.perf_counter()
+        self._reported = 0.0
+
+    def row_seconds(self) -> float:
+        """Device seconds put on rows' lines since the last call."""
+        total = sum(self.seconds[line] for line in _ROW_LINES)
+        since, self._reported = total - self._reported, total
+        return since
 
     def lap(self, line: str | None = None) -> float:
         """Device seconds since the last mark, put on `line` if one is given; the next lap starts here."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from batchspec.config import MAX_MATCH_TOKENS, MAX_SPECULATIVE_TOKENS, RouteConfig
 from batchspec.errors import UsageError
-from batchspec.types import Method, Route
+from batchspec.types import Method, Route, StepReport
 from batchspec.workload import DEFAULT_LABEL
 
 ANY_CLASS = "*"
@@ -36,6 +36,9 @@ class StaticPolicy:
             if key in self.by_class:
                 return self.by_class[key]
         return self.default
+
+    def observe(self, step: StepReport) -> None:
+        """Chosen routes learn nothing."""
 
 
 def static_policy(config: RouteConfig, draft_model: str | None = None) -> StaticPolicy:

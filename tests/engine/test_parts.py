@@ -178,7 +178,7 @@ class Overreaching:
 
 
 def test_rows_of_different_routes_share_a_step_and_keep_their_own_statistics() -> None:
-    class ByClass:
+    class ByClass(FixedRoute):
         def route(self, request_class: str | None, occupancy: int) -> Route:
             speculative = (request_class or "").startswith("spec")
             return Route(Method.DRAFT_MODEL, 3, "by class") if speculative else Route(Method.TARGET_ONLY, 0, "by class")
@@ -188,7 +188,7 @@ def test_rows_of_different_routes_share_a_step_and_keep_their_own_statistics() -
         for i, c in enumerate(("spec", "plain", "spec", None))
     ]
     engine = make_engine(build_module("llama"), drafters={Method.DRAFT_MODEL: Overreaching()})
-    outcomes = run(engine, requests, ByClass())  # type: ignore[arg-type]
+    outcomes = run(engine, requests, ByClass())
     assert [outcomes[i].method for i in range(4)] == [  # type: ignore[union-attr]
         Method.DRAFT_MODEL,
         Method.TARGET_ONLY,

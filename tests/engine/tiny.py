@@ -40,6 +40,7 @@ from batchspec.types import (
     Route,
     RowFailure,
     SamplingParams,
+    StepReport,
 )
 
 SHAPE: dict[str, Any] = {
@@ -107,6 +108,9 @@ class FixedRoute:
 
     def route(self, request_class: str | None, occupancy: int) -> Route:
         return self._route
+
+    def observe(self, step: StepReport) -> None:
+        assert step.tokens <= sum(1 + accepted for _, _, accepted in step.drafts) + step.num_live
 
 
 class OracleDrafter:

@@ -16,8 +16,10 @@ from batchspec.engine.packed import Segment
 from batchspec.engine.sampling import Floats, SampledRow, Sampler
 from batchspec.types import NO_PROPOSAL, DraftRow, Proposal
 
-# Tokens that one catch-up forward feeds at most, over all rows.
+# Tokens that one catch-up forward feeds at most, over all rows; a row that lags no more than this is caught up by the
+# draft step itself.
 _CATCH_UP_TOKENS = 1024
+_SMALL_LAG = 16
 
 
 @dataclass(slots=True)
@@ -92,16 +94,15 @@ class DraftModelDrafter:
         return _Draft(row, state)
 
     def _catch_up(self, drafts: Sequence[_Draft]) -> None:
-        """Feed all but each row's last token, several rows at a time, in bounded forwards."""
+        """Feed rows that lag far behind, several at a time, in bounded forwards."""
         while True:
             room = _CATCH_UP_TOKENS
             behind: list[tuple[_Draft, Sequence[int]]] = []
             for draft in drafts:
-                fed = len(draft.state.fed)
-                tokens = draft.row.token_ids[fed : min(len(draft.row.token_ids) - 1, fed + room)]
-                if tokens:
-                    behind.append((draft, tokens))
-                    room -= len(tokens)
+                fed, length = len(draft.state.fed), len(draft.row.token_ids)
+                if length - fed > _SMALL_LAG and room > 0:
+                    behind.append((draft, draft.row.token_ids[fed : min(length - 1, fed + room)]))
+                    room -= len(behind[-1][1])
             if not behind:
                 return
             segments = [Segment(d.state.slot, tokens, len(d.state.fed), True, ()) for d, tokens in behind]
@@ -110,12 +111,13 @@ class DraftModelDrafter:
                 draft.state.fed += tokens
 
     def _draft_one_more(self, drafts: Sequence[_Draft]) -> None:
-        """One draft step: every row feeds its newest token and proposes the next."""
+        """One draft step: every row feeds what the draft has not read yet and proposes the next token."""
         segments = []
         for draft in drafts:
-            newest = draft.tokens[-1] if draft.tokens else draft.row.token_ids[-1]
-            segments.append(Segment(draft.state.slot, [newest], len(draft.state.fed), False, (0,)))
-            draft.state.fed.append(newest)
+            fed = len(draft.state.fed)
+            unread = draft.tokens[-1:] if draft.tokens else draft.row.token_ids[fed:]
+            segments.append(Segment(draft.state.slot, unread, fed, False, (len(unread) - 1,)))
+            draft.state.fed += unread
         logits = _fit(self._model.forward(segments, self._kv), self._vocab_size)
         sampled = [_sampled_row(draft) for draft in drafts]
         for draft, token in zip(drafts, self._choose(logits, sampled, drafts), strict=True):

@@ -73,7 +73,11 @@ class PromptLookupDrafter:
         match = index.longest_match(row.token_ids)
         if match is None:
             return NO_PROPOSAL
-        return Proposal(continuation(row.token_ids, match[0], row.num_tokens), from_lookup=True)
+        follower, match_tokens = match
+        count = min(row.num_tokens, row.route.tokens_for_match(match_tokens))
+        if count <= 0:
+            return NO_PROPOSAL
+        return Proposal(continuation(row.token_ids, follower, count), from_lookup=True)
 
     def forget(self, row_index: int) -> None:
         self._indexes.pop(row_index, None)
