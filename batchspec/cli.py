@@ -67,6 +67,21 @@ def verify(output: str, as_json: bool, **options: Any) -> None:
     audit.refuse_faults()
 
 
+@cli.command()
+@click.argument("outputs", metavar="OUTPUT...", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@click.option("--html", metavar="FILE", help="Write one self-contained page with plots.")
+def report(outputs: tuple[str, ...], as_json: bool, html: str | None) -> None:
+    """Say what finished jobs cost and what speculation did; several OUTPUTs are compared with the first."""
+    from batchspec.pipeline.report import report_numbers, write_html
+    from batchspec.report.tables import format_report
+
+    numbers = report_numbers(outputs)
+    if html is not None:
+        write_html(numbers, html)
+    click.echo(json.dumps(numbers, allow_nan=False) if as_json else format_report(numbers))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code of the process."""
     try:

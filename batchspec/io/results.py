@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import pyarrow as pa
@@ -33,3 +33,12 @@ def load_results(output: str, columns: Sequence[str] | None = None, allow_partia
             with store.open(name) as file:
                 tables.append(pq.read_table(file, columns=None if columns is None else list(columns)))
     return cast(pa.Table, pa.concat_tables(tables))
+
+
+def class_column(schema: pa.Schema, columns: Mapping[str, str]) -> str:
+    """The whole name of the column with the classes: the input's own, where it has one.
+
+    `columns` are the names that the job was told, as its manifest has them.
+    """
+    own = columns["request_class"]
+    return own if own in schema.names else f"{columns['output_prefix']}request_class"

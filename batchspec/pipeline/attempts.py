@@ -13,6 +13,7 @@ from batchspec.accounting.summary import AttemptTime
 from batchspec.errors import MismatchError
 from batchspec.io.store import Store, storage_faults
 from batchspec.pipeline.plan import to_json
+from batchspec.pipeline.timeline import Sample
 
 ATTEMPTS_FOLDER = "_batchspec/attempts"
 REFRESH_SECONDS = 2.0
@@ -22,7 +23,8 @@ REFRESH_SECONDS = 2.0
 class Attempt:
     """What an attempt is and what became of it. Times are Unix seconds; `metered_seconds` are device seconds.
 
-    `rows_before` were done when it began. `end_reason` is None while it runs, and stays so where it was killed.
+    `rows_before` were done when it began; `timeline` are samples of its progress. `end_reason` is None while it runs,
+    and stays so where it was killed.
     """
 
     attempt: int
@@ -43,6 +45,7 @@ class Attempt:
     line_seconds: Mapping[str, float] = field(default_factory=dict)
     engines: Sequence[Mapping[str, Any]] = ()
     worker_deaths: list[str] = field(default_factory=list)
+    timeline: Sequence[Sample] = ()
     end_reason: str | None = None
 
     @property

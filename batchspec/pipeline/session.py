@@ -26,6 +26,7 @@ from batchspec.pipeline.messages import Shard, WorkerSpec
 from batchspec.pipeline.meter import AttemptMeter
 from batchspec.pipeline.plan import Manifest, to_json
 from batchspec.pipeline.supervisor import Supervisor
+from batchspec.pipeline.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Session:
         self._meter = AttemptMeter([place.device_share for place in places], started_at)
         self._deaths = Deaths(store, attempt.attempt, attempt.price_per_hour, config.run.max_worker_deaths)
         self._supervisor: Supervisor | None = None
+        self._timeline = Timeline()
         self._saved_at = 0.0
         self.part_metadata = self._part_metadata()
 
@@ -63,6 +65,7 @@ class Session:
             lock.check()
             supervisor = self._supervisor
             if supervisor is not None:
+                self._note_progress(supervisor)
                 display.show(supervisor.counters, self._meter.metered())
             if time.monotonic() - self._saved_at >= REFRESH_SECONDS:
                 self._save()
@@ -128,6 +131,11 @@ class Session:
             "price_per_hour": json.dumps(config.run.price_per_hour),
         }
 
+    def _note_progress(self, supervisor: Supervisor) -> None:
+        counters = supervisor.counters
+        elapsed = time.time() - self._attempt.started_at
+        self._timeline.note((elapsed, counters.rows, counters.output_tokens, supervisor.num_in_flight))
+
     def _save(self) -> None:
         attempt, supervisor = self._attempt, self._supervisor
         metered = self._meter.metered()
@@ -141,5 +149,6 @@ class Session:
             attempt.row_device_seconds = counters.row_device_seconds
             attempt.decode_wall_seconds = supervisor.decode_wall_seconds
             attempt.engines = [asdict(engine) for engine in supervisor.engines]
+            attempt.timeline = self._timeline.samples
         attempt.save(self._store)
         self._saved_at = time.monotonic()

@@ -100,6 +100,11 @@ class Supervisor:
         return [worker.info for worker in self._workers if worker.info is not None]
 
     @property
+    def num_in_flight(self) -> int:
+        """Rows that are being decoded now."""
+        return sum(len(worker.in_flight) for worker in self._workers)
+
+    @property
     def decode_wall_seconds(self) -> float:
         """From the first row admitted to the last row retired, over all workers."""
         return max(0.0, self._last_retired_at - self._first_admitted_at)

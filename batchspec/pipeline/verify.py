@@ -20,6 +20,7 @@ from batchspec.audit import Audit, SampledAnswer, audit_rows, choose_rows
 from batchspec.config import EngineConfig, InputConfig
 from batchspec.errors import BatchspecError, MismatchError, UsageError
 from batchspec.io.parser import RowParser, text_forms
+from batchspec.io.results import class_column
 from batchspec.io.store import Store, open_store, storage_faults
 from batchspec.io.writer import METADATA_PREFIX, is_part_name
 from batchspec.pipeline.identity import differences, model_identity
@@ -114,9 +115,9 @@ def _strata(
     found: defaultdict[tuple[str, str], list[tuple[float, _Place]]] = defaultdict(list)
     for number, name in enumerate(parts):
         with store.open(name) as file, pq.ParquetFile(file) as part:
-            class_column = _class_column(part.schema_arrow, columns)
-            table = part.read(columns=[class_column, f"{prefix}method"])
-        classes = text_forms(table.column(class_column).combine_chunks())
+            classes_name = class_column(part.schema_arrow, columns)
+            table = part.read(columns=[classes_name, f"{prefix}method"])
+        classes = text_forms(table.column(classes_name).combine_chunks())
         methods = table.column(f"{prefix}method").to_pylist()
         keys = np.random.default_rng([seed, number]).random(len(methods)).tolist()
         for row, (request_class, method, key) in enumerate(zip(classes, methods, keys, strict=True)):
@@ -176,11 +177,6 @@ def _sampling(values: Mapping[str, Any]) -> SamplingParams:
     """The run's settings as the manifest has them, lists turned back into tuples."""
     bias = tuple((int(token), float(value)) for token, value in values["logit_bias"])
     return replace(SamplingParams(**values), stop=tuple(values["stop"]), logit_bias=bias)
-
-
-def _class_column(schema: pa.Schema, columns: Mapping[str, str]) -> str:
-    own = columns["request_class"]
-    return own if own in schema.names else f"{columns['output_prefix']}request_class"
 
 
 def _engine_of(store: Store, part: str) -> Mapping[str, Any]:
