@@ -69,6 +69,7 @@ class EngineConfig:
     acceptance_rule: str = "coupled"
     require_exact: bool = False
     neutralize_special_tokens: bool = False
+    tensor_parallel_size: int = 1
     fake_tokens_per_second: float = 0.0
     fake_acceptance: float = 0.7
 
@@ -87,6 +88,7 @@ class RouteConfig:
 class RunOptions:
     """Operational settings: they may change between attempts of one job.
 
+    `ray_num_cpus` and `ray_num_gpus` are what Ray sets aside for each worker (GPUs None: one tensor-parallel group).
     `grace_seconds` is what a signal leaves for the rows in flight. A worker whose step takes longer than
     `step_timeout` seconds is taken for hung. `max_worker_deaths` ends the job; deaths that were traced to a row and
     answered by an error row do not count.
@@ -96,6 +98,9 @@ class RunOptions:
     workers: int = 1
     devices: tuple[str, ...] = ("auto",)
     threads: int | None = None
+    ray_address: str | None = None
+    ray_num_cpus: float = 1.0
+    ray_num_gpus: float | None = None
     price_per_hour: float | None = None
     max_error_rate: float = 0.0
     retry_errors: bool = False

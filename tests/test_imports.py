@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MODEL_LIBRARIES = {"torch", "transformers", "vllm", "accelerate", "gguf"}
+MODEL_LIBRARIES = {"torch", "transformers", "vllm", "accelerate", "gguf", "ray"}
 # What `--help` must not wait for either.
 DATA_LIBRARIES = {"pyarrow", "pandas", "datasets", "pydantic", "numpy"}
 

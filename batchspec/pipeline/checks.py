@@ -12,7 +12,7 @@ from batchspec.profile.policy import static_policy
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ACCEPTANCE_RULES = ("coupled", "rejection")
-EXECUTORS = ("local",)
+EXECUTORS = ("local", "ray")
 
 
 def check_config(config: RunConfig) -> None:
@@ -39,6 +39,7 @@ def _range_problems(config: RunConfig) -> Iterator[str]:
         "--fake-tokens-per-second": (engine.fake_tokens_per_second, 0),
         "--workers": (run.workers, 1),
         "--threads": (run.threads, 1),
+        "--tensor-parallel-size": (engine.tensor_parallel_size, 1),
         "--price-per-hour": (run.price_per_hour, 0),
         "--grace-seconds": (run.grace_seconds, 0),
         "--max-worker-deaths": (run.max_worker_deaths, 1),
@@ -46,6 +47,9 @@ def _range_problems(config: RunConfig) -> Iterator[str]:
     for name, (value, lowest) in least.items():
         if value is not None and not lowest <= value < math.inf:
             yield f"{name} must be at least {lowest}, got {value}"
+    for name, reserved in {"--ray-num-cpus": run.ray_num_cpus, "--ray-num-gpus": run.ray_num_gpus}.items():
+        if reserved is not None and not 0 < reserved < math.inf:
+            yield f"{name} must be above 0, got {reserved}"
     if not run.step_timeout > 0:
         yield f"--step-timeout must be above 0, got {run.step_timeout}"
     if not 0 <= run.max_error_rate <= 1:

@@ -27,8 +27,12 @@ class Place:
 def worker_places(config: RunConfig) -> tuple[Place, ...]:
     """One place per worker: every device gets at least one worker, more workers share devices in turn.
 
-    CPU cores are divided among the workers, unless `threads` says how many each may use.
+    CPU cores are divided among the workers, unless `threads` says how many each may use. Ray has places of its own.
     """
+    if config.run.executor == "ray":
+        from batchspec.pipeline.executors.ray import ray_places
+
+        return ray_places(config)
     devices = _devices(config)
     num_workers = max(config.run.workers, len(devices))
     on_device = [devices[i % len(devices)] for i in range(num_workers)]

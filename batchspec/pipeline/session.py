@@ -19,7 +19,7 @@ from batchspec.pipeline.attempts import REFRESH_SECONDS, Attempt
 from batchspec.pipeline.deaths import Deaths
 from batchspec.pipeline.devices import Place
 from batchspec.pipeline.display import Display
-from batchspec.pipeline.executors.local import LocalExecutor
+from batchspec.pipeline.executors import new_executor
 from batchspec.pipeline.interrupts import Interrupts
 from batchspec.pipeline.lock import OutputLock
 from batchspec.pipeline.messages import Shard, WorkerSpec
@@ -71,7 +71,7 @@ class Session:
                 self._save()
 
         self._save()
-        executor = LocalExecutor()
+        executor = new_executor(self._config.run)
         try:
             self._supervisor = Supervisor(
                 executor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -30,6 +31,11 @@ class LocalExecutor:
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
 
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Those whose end has not been told yet."""
+        return tuple(self._workers)
+
     def start(self, spec: WorkerSpec) -> None:
         ours, theirs = Pipe(duplex=True)
         with theirs:
@@ -51,11 +57,10 @@ class LocalExecutor:
         ours.send(spec)
 
     def send(self, worker: int, message: ToWorker) -> None:
-        if worker in self._workers:
-            try:
-                self._workers[worker].connection.send(message)
-            except OSError:
-                return  # its death is found by `wait`
+        found = self._workers.get(worker)
+        if found is not None:
+            with contextlib.suppress(OSError):  # its death is found by `wait`
+                found.connection.send(message)
 
     def wait(self, timeout: float) -> list[Event]:
         wait([worker.connection for worker in self._workers.values()], timeout)
