@@ -24,10 +24,12 @@ JOURNAL_FOLDER = "_batchspec/journal"
 
 @dataclass(slots=True)
 class ShardJournal:
-    """What the journal knows of a shard: encoded rows by `row_index`, and how many worker deaths each row was near."""
+    """What the journal knows of a shard: encoded rows by `row_index`, how many worker deaths each row was near, and in
+    how many of them it was the only row in the worker."""
 
     records: dict[int, bytes] = field(default_factory=dict)
     deaths: Counter[int] = field(default_factory=Counter)
+    deaths_alone: Counter[int] = field(default_factory=Counter)
 
 
 class JournalWriter:
@@ -39,9 +41,9 @@ class JournalWriter:
     def append(self, record: bytes) -> None:
         self._appender.append(_line(record))
 
-    def append_death(self, row_indices: Iterable[int]) -> None:
-        """Note that a worker died while these rows were in it."""
-        self.append(_dump({"death": sorted(row_indices)}))
+    def append_death(self, row_indices: Iterable[int], alone: bool) -> None:
+        """Note that a worker died while these rows were in it; `alone`: one row, and none of another shard."""
+        self.append(_dump({"death": sorted(row_indices), "alone": alone}))
 
     def flush_if_due(self) -> None:
         self._appender.flush_if_due()
@@ -61,6 +63,8 @@ def read_journal(store: Store, shard: int) -> ShardJournal:
             parsed = json.loads(record)
             if "death" in parsed:
                 journal.deaths.update(parsed["death"])
+                if parsed["alone"]:
+                    journal.deaths_alone.update(parsed["death"])
             else:
                 journal.records.setdefault(parsed["row_index"], record)
     return journal

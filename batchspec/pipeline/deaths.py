@@ -9,10 +9,11 @@ from batchspec.errors import BatchspecError, UsageError, WorkerError
 from batchspec.io.journal import JournalWriter, encode_row, read_journal
 from batchspec.io.schema import ResultRow
 from batchspec.io.store import Store, storage_faults
+from batchspec.io.writer import part_name
 from batchspec.pipeline.messages import Failed, Shard
 from batchspec.types import RowFailure
 
-MIN_DEATHS_OF_A_ROW = 2
+MIN_DEATHS_ALONE = 2
 WORKER_KILLED = "worker_killed"
 
 
@@ -20,8 +21,8 @@ class Deaths:
     """The deaths of an attempt.
 
     A row that was in a worker when it died is a suspect: the journal keeps that, and whoever takes the shard next
-    decodes it alone. A row that was alone in a worker at its death, and in one that died before, is to blame: it
-    becomes an error row, and its deaths no longer count against the job.
+    decodes it alone. A row that was alone in two workers at their deaths is to blame: it becomes an error row, and its
+    deaths no longer count against the job.
     """
 
     def __init__(self, store: Store, attempt: int, price_per_hour: float | None, max_deaths: int) -> None:
@@ -49,10 +50,15 @@ class Deaths:
             self._first_traceback = f"\nFirst traceback:\n{failure.traceback.rstrip()}"
         with storage_faults(self._store):
             blamed = self._note_suspects(worker, shards, set(in_flight), _cause(exit_code, failure))
-        self._num_unexplained -= MIN_DEATHS_OF_A_ROW * blamed
         if self._num_unexplained >= self._max_deaths:
             self.give_up(f"{self._num_unexplained} worker deaths (--max-worker-deaths {self._max_deaths})")
         return blamed
+
+    def uncommitted(self, shards: Mapping[int, Shard]) -> dict[int, Shard]:
+        """Those without a part: a worker may die between committing a shard and saying so."""
+        with storage_faults(self._store):
+            parts = set(self._store.names(""))
+        return {index: shard for index, shard in shards.items() if part_name(index) not in parts}
 
     def give_up(self, why: str) -> None:
         """Raise WorkerError with the last death and the first traceback."""
@@ -73,12 +79,14 @@ class Deaths:
                 continue
             # The number of the death makes the name this writer's own.
             writer = JournalWriter(self._store, index, self._attempt, f"d{len(self.descriptions)}")
-            writer.append_death(suspects)
-            num_deaths = journals[index].deaths[suspects[0]] + 1
-            if len(in_flight) == 1 and num_deaths >= MIN_DEATHS_OF_A_ROW:
+            alone = len(in_flight) == 1
+            writer.append_death(suspects, alone)
+            if alone and journals[index].deaths_alone[suspects[0]] + 1 >= MIN_DEATHS_ALONE:
+                num_deaths = journals[index].deaths[suspects[0]] + 1
                 message = f"{num_deaths} workers ended while they decoded this row; the last {cause}"
                 failure = RowFailure(suspects[0], WORKER_KILLED, message)
                 writer.append(encode_row(ResultRow(failure, worker, self._attempt, self._price_per_hour)))
+                self._num_unexplained = max(0, self._num_unexplained - num_deaths)
                 blamed += 1
             writer.close()
         return blamed

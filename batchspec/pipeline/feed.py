@@ -86,7 +86,7 @@ class ShardFeed:
     def _tell_rows(self, started: int | None) -> None:
         ended, self._ended_rows = tuple(self._ended_rows), []
         if started is not None or ended:
-            self._link.send(RowsMoved(started, ended, self.counters.row_device_seconds))
+            self._link.send(RowsMoved(started, ended, self.counters))
 
     def _ask(self) -> None:
         if not self._asked and not self._assigned:

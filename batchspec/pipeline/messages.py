@@ -72,17 +72,6 @@ class WantShard:
 
 
 @dataclass(frozen=True, slots=True)
-class RowsMoved:
-    """`started` is about to be decoded (sent before the work, for the case that it kills the worker); `ended` rows
-    have left the engine since the last message of this kind. `row_device_seconds` is what all ended rows were charged.
-    """
-
-    started: int | None
-    ended: tuple[int, ...]
-    row_device_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Counters:
     """Rows that this worker process finished. `row_device_seconds` is what they were charged."""
 
@@ -106,6 +95,16 @@ class Counters:
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class RowsMoved:
+    """`started` is about to be decoded (sent before the work, for the case that it kills the worker); `ended` rows
+    have left the engine since the last message of this kind; `counters` are of all rows that this worker ended."""
+
+    started: int | None
+    ended: tuple[int, ...]
+    counters: Counters
 
 
 @dataclass(frozen=True, slots=True)

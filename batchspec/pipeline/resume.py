@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchspec.errors import UsageError
-from batchspec.io.journal import JOURNAL_FOLDER, read_journal
+from batchspec.io.journal import JOURNAL_FOLDER, read_journal, remove_journal
 from batchspec.io.store import TEMPORARY_FOLDER, Store
 from batchspec.io.writer import SUCCESS_NAME, check_part, is_part_name, part_name
 from batchspec.pipeline.attempts import ATTEMPTS_FOLDER
@@ -64,6 +64,8 @@ def take_stock(store: Store, manifest: Manifest, deep_check: bool) -> Stock:
     for shard in manifest.shards:
         if part_name(shard.index) in parts and _is_sound(store, shard, manifest.run_id, deep_check):
             rows_done += shard.num_rows
+            if f"{shard.index:05d}" in journaled:  # a kill came between the part and the end of its journal
+                remove_journal(store, shard.index)
             continue
         pending.append(shard)
         if f"{shard.index:05d}" in journaled:

@@ -56,11 +56,11 @@ class _Worker:
     failure: Failed | None = None
     report: Report | None = None
     stepped_at: float = 0.0
-    row_device_seconds: float = 0.0
+    own: Counters = field(default_factory=Counters)
 
     @property
     def counters(self) -> Counters:
-        return self.past + self.report.counters if self.report else self.past
+        return self.past + self.own
 
 
 class Supervisor:
@@ -137,7 +137,7 @@ class Supervisor:
         match message:
             case RowsMoved():
                 worker.in_flight.difference_update(message.ended)
-                worker.row_device_seconds = message.row_device_seconds
+                worker.own = message.counters
                 if message.started is not None:
                     worker.in_flight.add(message.started)
             case WantShard():
@@ -159,6 +159,7 @@ class Supervisor:
         if worker.report is None or not report.decoding or _engine_seconds(report) > _engine_seconds(worker.report):
             worker.stepped_at = report.at
         worker.report = report
+        worker.own = report.counters
         worker.meter.report(report)
         if report.first_admitted_at is not None:
             self._first_admitted_at = min(report.first_admitted_at, self._first_admitted_at)
@@ -177,20 +178,20 @@ class Supervisor:
         if worker.finished:
             worker.meter.ended("idle")
             return
-        reported = worker.report.counters.row_device_seconds if worker.report else 0.0
-        worker.meter.ended("failed", row_device_seconds=max(0.0, worker.row_device_seconds - reported))
+        reported = worker.report.counters if worker.report else Counters()
+        worker.meter.ended("failed", worker.own.row_device_seconds - reported.row_device_seconds)
         raise_if_fatal(worker.failure)
-        stopping = self._stop_at is not None
-        if not stopping:
-            self._replace(worker, exit_code)
-        else:
+        if self._told_no_more:  # there was nothing left for it to do, or nothing that it may still begin
             worker.finished = True
+        else:
+            self._replace(worker, exit_code)
 
     def _replace(self, worker: _Worker, exit_code: int) -> None:
         """Record a death, put the worker's shards back in front, and start its successor."""
+        worker.shards = self._deaths.uncommitted(worker.shards)
         num_blamed = self._deaths.record(worker.spec.worker, worker.shards, worker.in_flight, exit_code, worker.failure)
         logger.warning("%s; its shards are handed on", self._deaths.descriptions[-1])
-        fruitful = num_blamed > 0 or (worker.report is not None and worker.report.counters.rows > 0)
+        fruitful = num_blamed > 0 or worker.own.rows > 0
         worker.fruitless_deaths = 0 if fruitful else worker.fruitless_deaths + 1
         if worker.fruitless_deaths >= MAX_FRUITLESS_DEATHS:
             self._deaths.give_up(f"worker {worker.spec.worker} died {MAX_FRUITLESS_DEATHS} times before it ended a row")

@@ -141,7 +141,7 @@ def test_r06_a_row_that_keeps_killing_workers_becomes_an_error_row_and_the_rest_
 def test_two_rows_that_kill_are_both_found(inject: Inject, write_prompts: WritePrompts, tmp_path: Path) -> None:
     prompts = ["poison" if i in (2, 5) else f"question {i}" for i in range(12)]
     inject(POISON.format(how="os._exit(9)"))
-    generate(fake_config(write_prompts(prompts), tmp_path / "out", max_worker_deaths=4))
+    generate(fake_config(write_prompts(prompts), tmp_path / "out", max_worker_deaths=5))
     assert [row["row_index"] for row in answers(tmp_path / "out") if row["error_type"] == "worker_killed"] == [2, 5]
 
 
