@@ -1,0 +1,125 @@
+"""The time of one engine step on CPU, over sequences x positions x context, beside the least that this machine allows.
+
+    python pipelines/benchmarks/cpu_step.py [MODEL_DIRECTORY] [--threads 2] [--repeats 9]
+
+The least time is the sum of two: the bytes of the step (weights once, K and V once) at the memory read rate, and the
+multiplications of its linears and attention, beyond what fits under the reading of the weights, at the rate of large
+packed products. Both rates are measured first. Without a directory the demo model is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from batchspec.engine.cpu.modules import PackedLinear
+from batchspec.engine.demo_model import demo_model_dir
+from batchspec.engine.kv_cache import blocks_for
+from batchspec.engine.model import PackedModel, load_model
+from batchspec.engine.packed import Segment
+
+# sequences, positions of each, tokens of context before them
+STEPS = [(1, 1, 200), (1, 5, 200), (8, 1, 400), (8, 5, 400), (32, 1, 400), (32, 5, 400), (1, 1, 4000), (16, 1, 4000)]
+PREFILLS = [(1, 256, 0), (1, 256, 1024), (1, 256, 3840)]
+
+
+def median_seconds(call: Callable[[], object], repeats: int) -> float:
+    call()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def read_bytes_per_second(repeats: int) -> float:
+    data = torch.ones(2**28, dtype=torch.float32)
+    return data.numel() * 4 / median_seconds(data.sum, repeats)
+
+
+def multiply_flops_per_second(linears: list[PackedLinear], repeats: int) -> float:
+    """The rate of 256 rows through the model's own linears."""
+    inputs = [torch.randn(256, linear.in_features, dtype=torch.bfloat16) for linear in linears]
+
+    def run() -> None:
+        for linear, x in zip(linears, inputs, strict=True):
+            linear(x)
+
+    flops = sum(2 * 256 * linear.in_features * linear.out_features for linear in linears)
+    return flops / median_seconds(run, repeats)
+
+
+def step_seconds(model: PackedModel, shape: tuple[int, int, int], prefill: bool, repeats: int) -> float:
+    num_seqs, positions, context = shape
+    kv = model.new_cache(1 + num_seqs * blocks_for(context + positions), num_seqs)
+    for pool in (*kv.keys, *kv.values):
+        pool.normal_()
+    segments = []
+    for _ in range(num_seqs):
+        slot = kv.acquire_slot()
+        kv.reserve(slot, context + positions)
+        tokens = torch.randint(model.vocab_size, (positions,)).tolist()
+        segments.append(Segment(slot, tokens, context, prefill, () if prefill else range(positions)))
+    return median_seconds(lambda: model.forward(segments, kv), repeats)
+
+
+def least_seconds(
+    model: PackedModel,
+    linears: list[PackedLinear],
+    shape: tuple[int, int, int],
+    prefill: bool,
+    read: float,
+    flops: float,
+) -> float:
+    num_seqs, positions, context = shape
+    rows = num_seqs * positions
+    used = [x for x in linears if x.out_features != model.vocab_size or not prefill]
+    weight_bytes = sum(linear.panels.numel() * 4 for linear in used)
+    kv_bytes = num_seqs * (context + positions) * 2 * sum(layer.elements_per_token for layer in model.layers)
+    config = model.module.config
+    pairs = rows * (context + (positions + 1) / 2)
+    attention = sum(2 * pairs * config.num_attention_heads * (x.key_dim + x.value_dim) for x in model.layers)
+    products = sum(2 * rows * linear.in_features * linear.out_features for linear in used)
+    return max(weight_bytes / read, products / flops) + max(kv_bytes / read, attention / flops)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    start = time.perf_counter()
+    model = load_model(options.model or demo_model_dir(), "bfloat16", torch.device("cpu"))
+    load_seconds = time.perf_counter() - start
+    linears = [module for module in model.module.modules() if isinstance(module, PackedLinear)]
+    read, flops = read_bytes_per_second(options.repeats), multiply_flops_per_second(linears, options.repeats)
+    print(
+        f"{options.threads} threads: {read / 1e9:.1f} GB/s read, {flops / 1e9:.0f} GFLOP/s; load {load_seconds:.1f} s"
+    )
+    print("sequences positions context |  least ms    ms   fraction")
+    results: list[dict[str, object]] = []
+    for shape, prefill in [*((s, False) for s in STEPS), *((s, True) for s in PREFILLS)]:
+        seconds = step_seconds(model, shape, prefill, options.repeats)
+        least = least_seconds(model, linears, shape, prefill, read, flops)
+        note = f"  prefill, {shape[1] / seconds:.0f} tokens/s" if prefill else ""
+        numbers = f"{least * 1e3:9.1f} {seconds * 1e3:6.1f} {least / seconds:9.2f}"
+        print(f"{shape[0]:9d} {shape[1]:9d} {shape[2]:7d} | {numbers}{note}", flush=True)
+        results.append({"shape": shape, "prefill": prefill, "seconds": seconds, "least_seconds": least})
+    print(
+        json.dumps(
+            {"threads": options.threads, "read_bytes_per_second": read, "flops_per_second": flops, "steps": results}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
