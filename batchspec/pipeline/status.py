@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchspec.accounting.cost import cost_usd
 from batchspec.errors import UsageError
-from batchspec.io.store import open_store, storage_faults
-from batchspec.io.writer import SUCCESS_NAME, is_part_name
+from batchspec.io.journal import JOURNAL_FOLDER, read_journal
+from batchspec.io.store import Store, open_store, storage_faults
+from batchspec.io.writer import SUCCESS_NAME, is_part_name, part_name
 from batchspec.pipeline.attempts import load_attempts
 from batchspec.pipeline.lock import read_lock
-from batchspec.pipeline.plan import load_manifest
+from batchspec.pipeline.plan import Manifest, load_manifest
 from batchspec.stats import ratio
 
 
@@ -60,10 +62,10 @@ def read_status(output: str) -> Status:
         attempts = load_attempts(store)
         lock = read_lock(store)
         names = store.names("")
+        rows_done = _count_rows(store, manifest, set(names))
+        summary = json.loads(store.read(SUCCESS_NAME)) if SUCCESS_NAME in names else None
     last = attempts[-1] if attempts else None
     running = lock is not None and not lock.stale
-    finished = SUCCESS_NAME in names
-    rows_done = manifest.num_rows if finished else last.rows_before + last.rows if last else 0
     seconds = (time.time() if running else last.refreshed_at) - last.started_at if last else 0.0
     rows_per_second = ratio(last.rows, seconds) if last else None
     costs = [cost_usd(a.metered_seconds, a.price_per_hour) for a in attempts]
@@ -71,10 +73,10 @@ def read_status(output: str) -> Status:
     return Status(
         output=store.root,
         run_id=manifest.run_id,
-        state="finished" if finished else "running" if running else "stopped",
+        state="finished" if summary else "running" if running else "stopped",
         rows=manifest.num_rows,
         rows_done=rows_done,
-        error_rows=sum(attempt.error_rows for attempt in attempts),
+        error_rows=summary["error_rows"] if summary else sum(attempt.error_rows for attempt in attempts),
         parts=sum(map(is_part_name, names)),
         shards=len(manifest.shard_stops),
         attempts=len(attempts),
@@ -87,3 +89,15 @@ def read_status(output: str) -> Status:
         worker_deaths=sum(len(attempt.worker_deaths) for attempt in attempts),
         end_reason=last.end_reason if last else None,
     )
+
+
+def _count_rows(store: Store, manifest: Manifest, names: set[str]) -> int:
+    """Rows in parts and in the journals of the shards that have none yet."""
+    journaled = {name.partition(".")[0] for name in store.names(JOURNAL_FOLDER)}
+    rows = 0
+    for shard in manifest.shards:
+        if part_name(shard.index) in names:
+            rows += shard.num_rows
+        elif f"{shard.index:05d}" in journaled:
+            rows += len(read_journal(store, shard.index).records)
+    return rows

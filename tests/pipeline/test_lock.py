@@ -31,6 +31,7 @@ def test_a_second_run_is_exit_4_and_does_not_disturb_the_first(write_prompts: Wr
     status = json.loads(run_cli("status", output, "--json").stdout)
     assert status["state"] == "running"
     assert status["heartbeat_age_seconds"] < 10
+    assert 0 < status["rows_done"] < status["rows"] == 60
     stdout, stderr = first.communicate(timeout=30)
     assert first.returncode == 0, stderr
     assert json.loads(stdout)["rows"] == 60

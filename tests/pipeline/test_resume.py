@@ -15,6 +15,7 @@ from batchspec.io.schema import ResultRow
 from batchspec.io.store import LocalStore
 from batchspec.io.writer import commit_part
 from batchspec.pipeline.runner import generate
+from batchspec.pipeline.status import read_status
 from batchspec.types import RowFailure
 from tests.pipeline.faults import environment_with
 from tests.pipeline.jobs import WritePrompts, answers, fake_config, run_cli, with_parts
@@ -102,6 +103,8 @@ def test_rows_in_a_journal_are_not_decoded_again_and_a_torn_end_is_passed_over(
     path = next((output / JOURNAL_FOLDER).iterdir())
     path.write_bytes(path.read_bytes()[:-7])
     assert set(read_journal(store, 2).records) == {32, 34}
+    status = read_status(str(output))
+    assert (status.state, status.rows_done, status.parts, status.remaining_seconds) == ("stopped", 34, 2, None)
     generate(finished)
     rows = answers(output)
     assert [row["row_index"] for row in rows if row["error_type"] == "kept"] == [32, 34]
