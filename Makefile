@@ -15,6 +15,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 PYTEST := $(PY) -m pytest
 STAMP := $(VENV)/.installed-$(TORCH)
+AIRFLOW_STAMP := .venv-airflow/.installed
 OTHER_STAMPS = $(filter-out $(STAMP),$(wildcard $(VENV)/.installed-*))
 
 # `torch==X` alone is the CUDA build on Linux. Beside this index `X+cpu` counts as newer and wins.
@@ -24,7 +25,7 @@ ifeq ($(origin TORCH_INDEX_$(TORCH)),undefined)
 $(error TORCH is cpu or cuda, not $(TORCH))
 endif
 
-.PHONY: help setup demo test test-slow test-ray test-airflow test-vllm test-gpu check fmt bench clean
+.PHONY: help setup demo test test-slow test-ray test-airflow test-browser test-vllm test-gpu check fmt bench clean
 
 help: ## show these lines
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -45,7 +46,7 @@ demo: setup ## answer data/sample_prompts.parquet with the demo model (a few min
 	  --max-new-tokens 64 --price-per-hour 0.10 --max-error-rate 0.04 --output demo-output --overwrite
 
 test: setup ## the fast tests, with coverage
-	$(PYTEST) -m 'not slow and not ray and not airflow and not vllm and not gpu' --cov=batchspec --cov-report=term
+	$(PYTEST) -m 'not slow and not ray and not airflow and not browser and not vllm and not gpu' --cov=batchspec --cov-report=term
 
 test-slow: setup ## tests that take minutes
 	$(PYTEST) -m slow
@@ -54,7 +55,18 @@ test-ray: setup ## tests with a real Ray
 	$(PIP) install --editable '.[ray]'
 	$(PYTEST) -m ray
 
-test-airflow test-vllm test-gpu: setup ## tests that need Airflow or vLLM in .venv, or a CUDA device
+test-airflow: setup $(AIRFLOW_STAMP) ## tests with a real Airflow, in .venv-airflow (minutes)
+	$(PYTEST) -m airflow
+
+$(AIRFLOW_STAMP): Makefile
+	$(PYTHON) -m venv .venv-airflow
+	.venv-airflow/bin/pip --disable-pip-version-check -qq install 'apache-airflow>=3.1,<4'
+	@touch $@
+
+test-browser: setup ## tests that need Chromium
+	$(PYTEST) -m browser
+
+test-vllm test-gpu: setup ## tests that need vLLM in .venv, or a CUDA device
 	$(PYTEST) -m $(@:test-%=%)
 
 check: $(STAMP) ## lint, format, types
@@ -70,4 +82,4 @@ bench: setup ## the benchmarks of pipelines/benchmarks, one after the other
 	for script in pipelines/benchmarks/*.py; do $(PY) "$$script"; done
 
 clean: ## remove .venv and everything made by tests and runs here
-	rm -rf $(VENV) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) .venv-* demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

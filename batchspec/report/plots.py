@@ -145,6 +145,7 @@ def _drift(run: Mapping[str, Any]) -> list[Plot]:
     axes.plot([r["measured_acceptance"] for r in rows], places, "o", color=BLUE, label="this run", markersize=7)
     axes.set_yticks(places, [f"{row['request_class']}\n{row['method']}" for row in rows])
     axes.set_xlim(0, 1)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.legend(loc="best")
     axes.set_xlabel("share of proposed tokens that was accepted")
     return [
@@ -172,7 +173,7 @@ def _acceptance(run: Mapping[str, Any]) -> list[Plot]:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("position in the proposal")
     axes.set_ylabel("accepted, of those judged")
-    axes.legend(loc="best", fontsize=8)
+    axes.legend(loc="lower right", fontsize=8)
     note = "Chance that a proposed token holds, given that all before it did."
     return [Plot("Acceptance by position", note, _svg(figure))]
 
@@ -197,7 +198,7 @@ def _first_rejection(run: Mapping[str, Any]) -> list[Plot]:
     axes.set_xlabel("position of the first refused token")
     axes.set_ylabel("% of proposals")
     axes.legend(loc="best")
-    return [Plot("First rejection", "`none`: every token held, or the row ended first.", _svg(figure))]
+    return [Plot("First rejection", "None: every token held, or the row ended first.", _svg(figure))]
 
 
 def _metered_time(run: Mapping[str, Any]) -> Plot:
@@ -233,6 +234,7 @@ def _timeline(run: Mapping[str, Any]) -> list[Plot]:
     for axes in (speed, live):
         axes.grid(axis="y")
         axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
     note = "Tokens count when their row ends."
     return [Plot("Throughput and occupancy over the job", note, _svg(figure), wide=True)]
 
