@@ -8,6 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from batchspec import errors
 from batchspec.cli import cli, main
 from batchspec.config import RunConfig
 from batchspec.io.results import load_results
@@ -219,6 +220,16 @@ def test_p13_zero_rows_are_exit_0_and_nothing_but_bad_rows_exit_3(
 ) -> None:
     assert main(["generate", str(write_prompts(0)), "--engine", "fake"]) == 0
     assert main(["generate", str(write_prompts([None], "b.parquet")), "--engine", "fake"]) == 3
+
+
+def test_c02_no_outcome_is_exit_99_which_a_scheduler_takes_for_skipped() -> None:
+    codes = {error.exit_code for error in _subclasses(errors.BatchspecError) if "exit_code" in vars(error)}
+    assert codes <= {1, 2, 3, 4, 5, 6}
+    assert {errors.Interrupted(number, "").exit_code for number in (2, 15)} == {130, 143}
+
+
+def _subclasses(error: type[errors.BatchspecError]) -> list[type[errors.BatchspecError]]:
+    return [error, *(deeper for direct in error.__subclasses__() for deeper in _subclasses(direct))]
 
 
 def test_c04_paths_may_be_relative_to_a_directory_that_cannot_be_written(

@@ -27,7 +27,7 @@ def job_identity(config: RunConfig, inputs: InputSet, model_path: Path | None) -
     """Everything that decides the ids and the text of the rows."""
     engine = config.engine
     identity: dict[str, Any] = {
-        "input": {"content": inputs.content_hash, "rows": inputs.num_rows, "limit": config.input.limit},
+        "input": {"content": inputs.content_hash, "rows": inputs.num_rows},
         "columns": {
             "prompt": config.input.prompt_column,
             "messages": config.input.messages_column,

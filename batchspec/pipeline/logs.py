@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 
+from tqdm import tqdm
+
 
 class _StderrHandler(logging.Handler):
     """Writes to whatever stderr is at that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        tqdm.write(self.format(record), file=sys.stderr)  # which leaves a progress bar whole
 
 
 def set_up_logging(who: str) -> None:
