@@ -90,12 +90,15 @@ class Worker:
             self._output_seconds += (time.monotonic() - started) * self._spec.device_share
 
     def _report_regularly(self, engine: Engine, feed: ShardFeed, book: ShardBook, stopped: threading.Event) -> None:
-        try:
-            while not stopped.wait(REPORT_SECONDS):
+        while not stopped.wait(REPORT_SECONDS):
+            try:
                 book.flush_if_due()
+            except OSError as error:  # nothing is lost yet: the next append or flush tries again
+                logger.warning("the journal could not be sent: %s", error)
+            try:
                 self._link.send(self._report(engine, feed))
-        except OSError:
-            os._exit(1)  # the parent is gone, and the main thread may be deep in a step
+            except OSError:
+                os._exit(1)  # the parent is gone, and the main thread may be deep in a step
 
     def _report(self, engine: Engine, feed: ShardFeed) -> Report:
         lines = dict(engine.metered_seconds)
