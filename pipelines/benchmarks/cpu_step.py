@@ -87,7 +87,7 @@ def least_seconds(
     pairs = rows * (context + (positions + 1) / 2)
     attention = sum(2 * pairs * config.num_attention_heads * (x.key_dim + x.value_dim) for x in model.layers)
     products = sum(2 * rows * linear.in_features * linear.out_features for linear in used)
-    return max(weight_bytes / read, products / flops) + max(kv_bytes / read, attention / flops)
+    return float(max(weight_bytes / read, products / flops) + max(kv_bytes / read, attention / flops))
 
 
 def main() -> None:
