@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchspec.engine import noise
+from batchspec.engine import cpu, noise
 from batchspec.engine.processors import apply_processors
 from batchspec.types import SamplingParams
 
@@ -72,7 +72,7 @@ class Sampler:
         drawn = [index for index, row in enumerate(rows) if not row.sampling.greedy]
         if len(drawn) == len(rows):
             return self._draw(logits, rows)
-        chosen: list[int] = logits.argmax(dim=-1).tolist()
+        chosen: list[int] = cpu.argmax(logits).tolist()
         if drawn:
             tokens = self._draw(logits[drawn], [rows[index] for index in drawn])
             for index, token in zip(drawn, tokens, strict=True):
