@@ -191,3 +191,26 @@ def test_a_config_that_workers_get_is_the_one_that_was_asked_for(write_prompts: 
     row = load_results(str(tmp_path / "out"), ["cost_usd", "device_seconds", "worker"]).to_pylist()[0]
     assert row["cost_usd"] == pytest.approx(row["device_seconds"])
     assert row["worker"] == 0
+
+
+DIE_BEFORE_SAYING = """
+from multiprocessing.connection import Connection
+send = Connection.send
+def say(connection, message):
+    if type(message).__name__ == {message!r} and once("silence"):
+        os._exit(9)
+    send(connection, message)
+Connection.send = say
+"""
+
+
+@pytest.mark.parametrize("message", ["Committed", "Finished", "Ready", "WantShard"])
+def test_a_worker_may_die_before_any_word(
+    inject: Inject, write_prompts: WritePrompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    path, output = write_prompts(40), tmp_path / "out"
+    inject(DIE_BEFORE_SAYING.format(message=message))
+    generate(fake_config(path, output))
+    assert (tmp_path / "faults" / "silence").exists()
+    assert answers(output) == undisturbed(path, tmp_path / "plain", monkeypatch)
+    assert load_results(str(output), ["attempt"])["attempt"].to_pylist() == [1] * 40
