@@ -40,6 +40,50 @@ def generate(context: click.Context, /, inputs: tuple[str, ...], **options: obje
     runner.refuse_too_many_errors(summary, config.run.max_error_rate)
 
 
+class MeasureByDefault(click.Group):
+    """`profile INPUT` measures; `profile show FILE` shows."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["measure", *args])
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if known or not args else ["measure", *args])
+
+
+@cli.group(cls=MeasureByDefault)
+def profile() -> None:
+    """Measure where speculation pays: `profile INPUT -o FILE`; look at it: `profile show FILE`."""
+
+
+@profile.command()
+@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+@run_options
+@click.option("--budget", type=float, default=120.0, show_default=True, help="Most seconds to measure.")
+@click.option("--sample-rows", type=int, default=48, show_default=True, help="Rows to decode, over all classes.")
+@click.option("--if-stale", is_flag=True, help="Keep a profile that still fits this machine and these models.")
+@click.pass_context
+def measure(
+    context: click.Context, /, inputs: tuple[str, ...], budget: float, sample_rows: int, if_stale: bool, **_: object
+) -> None:
+    """Measure acceptance and step cost on a sample of INPUT; -o names the profile's file."""
+    from batchspec.pipeline.profiling import make_profile, show_profile
+
+    config = run_config(context, inputs)
+    path = config.output.output or "profile.json"
+    make_profile(config, path, budget, sample_rows, if_stale, lambda line: click.echo(line, err=True))
+    click.echo(show_profile(path))
+
+
+@profile.command()
+@click.argument("file")
+def show(file: str) -> None:
+    """Show a profile: the verdict, the routes by class and live rows, the trials."""
+    from batchspec.pipeline.profiling import show_profile
+
+    click.echo(show_profile(file))
+
+
 @cli.command()
 @click.argument("output")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")

@@ -70,18 +70,22 @@ class EngineConfig:
     require_exact: bool = False
     neutralize_special_tokens: bool = False
     tensor_parallel_size: int = 1
+    vllm_arg: tuple[str, ...] = ()
     fake_tokens_per_second: float = 0.0
     fake_acceptance: float = 0.7
 
 
 @dataclass(frozen=True)
 class RouteConfig:
-    """The route of rows that nothing else says more about; `routes_file` maps classes to routes (TOML)."""
+    """The route of rows that nothing else says more about; `routes_file` maps classes to routes (TOML), and a
+    `profile` (a file, or `none`) routes by measurement instead."""
 
     method: Method = Method.TARGET_ONLY
     num_speculative_tokens: int = 4
     min_match_tokens: int = 2
     routes_file: str | None = None
+    profile: str = "none"
+    accept_stale_profile: bool = False
 
 
 @dataclass(frozen=True)

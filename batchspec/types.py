@@ -96,13 +96,15 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Route:
     """How a row is decoded in one step, and why. `min_match_tokens` concerns prompt lookup, and so does
-    `num_tokens_by_match`: entry m is how much to propose after a match of m tokens, where that depends on m."""
+    `num_tokens_by_match`: entry m is how much to propose after a match of m tokens, where that depends on m.
+    `num_draft_tokens` is how deep the draft model goes under lookup_then_draft, where that is another depth."""
 
     method: Method
     num_speculative_tokens: int = 0
     reason: str = ""
     min_match_tokens: int = 2
     num_tokens_by_match: tuple[int, ...] = ()
+    num_draft_tokens: int | None = None
     profile_cell: str | None = None
 
     def tokens_for_match(self, match_tokens: int) -> int:
@@ -113,19 +115,20 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """A row's wall-clock seconds from admission, and its share of metered device time (all in seconds)."""
+    """A row's wall-clock seconds from admission, and its share of metered device time (all in seconds).
+    Where an engine drafts within the step that verifies, `draft_seconds` is None and `verify_seconds` holds both."""
 
     queue_seconds: float = 0.0
     first_token_seconds: float = 0.0
     e2e_seconds: float = 0.0
     prefill_seconds: float = 0.0
-    draft_seconds: float = 0.0
+    draft_seconds: float | None = 0.0
     verify_seconds: float = 0.0
     overhead_seconds: float = 0.0
 
     @property
     def device_seconds(self) -> float:
-        return self.prefill_seconds + self.draft_seconds + self.verify_seconds + self.overhead_seconds
+        return self.prefill_seconds + (self.draft_seconds or 0.0) + self.verify_seconds + self.overhead_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +190,13 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did: what a policy may learn from. `tokens` were committed over all rows; `drafts` are (request
-    class, proposed, accepted) of the rows that proposed; `retired` are (request class, prompt + output ids, prompt
-    tokens) of the rows that ended without ever proposing."""
+    """What one step did: what a policy may learn from. `tokens` were committed over all rows in `decode_seconds` of the
+    device (prefill left out); `drafts` are (request class, proposed, accepted) of the rows that proposed; `retired` are
+    (request class, prompt + output ids, prompt tokens) of the rows that ended without ever proposing."""
 
     num_live: int
     tokens: int
-    prefill_tokens: int
-    device_seconds: float
+    decode_seconds: float
     drafts: Sequence[tuple[str, int, int]] = ()
     retired: Sequence[tuple[str, Sequence[int], int]] = ()
 

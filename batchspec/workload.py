@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+_CELL_BUCKETS = re.compile(r"/p\d+-\d+/o\d+-\d+$")
 
 DEFAULT_LABEL = "default"
 
@@ -38,3 +41,8 @@ def _bucket(num_tokens: int) -> str:
     while low * 4 <= num_tokens:
         low *= 4
     return f"{low if num_tokens else 0}-{low * 4}"
+
+
+def label_of(cell: str | None) -> str:
+    """The label of a cell (or of a bare label), `default` where there is none."""
+    return _CELL_BUCKETS.sub("", cell) if cell else DEFAULT_LABEL

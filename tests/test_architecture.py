@@ -14,7 +14,7 @@ LEVELS = [
     {"stats", "text"},
     {"types"},
     {"config"},
-    {"workload", "io.schema"},
+    {"workload", "ngrams", "io.schema"},
     {"io", "engine", "profile", "accounting.cost"},
     {"profile.measure", "accounting", "report", "audit"},
     {"pipeline"},

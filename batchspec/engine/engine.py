@@ -59,28 +59,28 @@ class TorchEngine:
     with an empty proposal."""
 
     def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
+        self.parts = parts
         self._classifier = RequestClassifier()
 
     @property
     def info(self) -> EngineInfo:
-        return self._parts.info
+        return self.parts.info
 
     @property
     def metered_seconds(self) -> Mapping[str, float]:
-        return dict(self._parts.meter.seconds)
+        return dict(self.parts.meter.seconds)
 
     def run(self, source: RequestSource, policy: RoutePolicy) -> Iterator[Outcome]:
         """Decode until the source ends. While the caller handles an outcome the device is idle."""
-        scheduler = self._parts.scheduler
+        scheduler = self.parts.scheduler
         ended = False
         while not ended or scheduler.live or scheduler.waiting:
-            self._parts.meter.lap("idle")
+            self.parts.meter.lap("idle")
             outcomes, ended = self._step(source, policy)
             yield from outcomes
 
     def close(self) -> None:
-        self._parts.scheduler.live.clear()
+        self.parts.scheduler.live.clear()
 
     def _step(self, source: RequestSource, policy: RoutePolicy) -> tuple[list[Outcome], bool]:
         failures, ended = self._admit(source)
@@ -97,7 +97,7 @@ class TorchEngine:
 
         Returns the rows that failed at the door, and whether the source has ended.
         """
-        scheduler, meter = self._parts.scheduler, self._parts.meter
+        scheduler, meter = self.parts.scheduler, self.parts.meter
         failures: list[Outcome] = []
         while scheduler.has_slot():
             if not scheduler.waiting:
@@ -120,16 +120,16 @@ class TorchEngine:
 
     def _new_sequence(self, request: Request) -> Sequence:
         now = perf_counter()
-        prompt_ids = self._parts.encoder.encode(request)
+        prompt_ids = self.parts.encoder.encode(request)
         budget = request.sampling.max_new_tokens
-        need, have = blocks_for(len(prompt_ids) + budget), self._parts.kv.num_usable_blocks
+        need, have = blocks_for(len(prompt_ids) + budget), self.parts.kv.num_usable_blocks
         if need > have:
             raise RowError(
                 "kv_overflow",
                 f"{len(prompt_ids)} prompt tokens + max_new_tokens {budget} need {need} KV blocks of {have}; "
                 "raise --kv-memory or lower max_new_tokens",
             )
-        outside = [token for token, _ in request.sampling.logit_bias if not 0 <= token < self._parts.model.vocab_size]
+        outside = [token for token, _ in request.sampling.logit_bias if not 0 <= token < self.parts.model.vocab_size]
         if outside:
             raise RowError("bad_sampling", f"logit_bias names token ids outside the vocabulary: {outside}")
         cell = self._classifier.classify(request.request_class, len(prompt_ids), budget).cell
@@ -140,14 +140,14 @@ class TorchEngine:
 
         Returns proposals by slot.
         """
-        scheduler = self._parts.scheduler
-        overhead = self._parts.meter.lap("overhead" if scheduler.live else "failed")
+        scheduler = self.parts.scheduler
+        overhead = self.parts.meter.lap("overhead" if scheduler.live else "failed")
         asking: dict[Method, list[tuple[Sequence, DraftRow]]] = defaultdict(list)
         for sequence in scheduler.live:
             sequence.overhead_seconds += overhead / len(scheduler.live)
             if not sequence.caught_up:
                 continue
-            if sequence.route is None or not self._parts.rule.fixes_route:
+            if sequence.route is None or not self.parts.rule.fixes_route:
                 sequence.follow(policy.route(sequence.request_class, len(scheduler.live)))
             route = sequence.route
             assert route is not None
@@ -157,8 +157,8 @@ class TorchEngine:
 
         proposals: dict[int, Proposal] = {}
         for method, asked in asking.items():
-            drafted = self._parts.drafters[method].propose([row for _, row in asked])
-            seconds = self._parts.meter.lap("draft") / len(asked)
+            drafted = self.parts.drafters[method].propose([row for _, row in asked])
+            seconds = self.parts.meter.lap("draft") / len(asked)
             for (sequence, _), proposal in zip(asked, drafted, strict=True):
                 sequence.draft_seconds += seconds
                 sequence.counter.num_draft_steps += proposal.num_draft_steps
@@ -167,7 +167,7 @@ class TorchEngine:
 
     def _forward(self, proposals: dict[int, Proposal]) -> tuple[list[StepRow], torch.Tensor]:
         """One ragged target pass over every row's known tokens and proposals; logits [sum of num_choices, vocab]."""
-        rows = self._parts.scheduler.plan(proposals)
+        rows = self.parts.scheduler.plan(proposals)
         if not rows:
             return rows, torch.empty(0, 0)
         now = perf_counter()
@@ -178,11 +178,11 @@ class TorchEngine:
             token_ids = [*row.known, *row.proposal.token_ids]
             wanted = range(len(token_ids) - row.num_choices, len(token_ids))
             segments.append(Segment(sequence.slot, token_ids, sequence.num_computed, row.prefill, wanted))
-        return rows, self._parts.model.forward(segments, self._parts.kv)
+        return rows, self.parts.model.forward(segments, self.parts.kv)
 
     def _accept(self, rows: list[StepRow], logits: torch.Tensor) -> list[Block]:
         """Per row, the block that the target writes: the accepted prefix and one token of its own."""
-        blocks = self._parts.rule.blocks(logits, rows)
+        blocks = self.parts.rule.blocks(logits, rows)
         self._attribute_forward(rows)
         return blocks
 
@@ -200,7 +200,7 @@ class TorchEngine:
             sequence.token_ids += block[:num_kept]
             sequence.num_computed += len(row.known) + num_accepted
             sequence.count_step(row, num_kept, num_accepted, num_live=len(rows))
-            self._parts.kv.trim(sequence.slot, sequence.num_computed)
+            self.parts.kv.trim(sequence.slot, sequence.num_computed)
             if row.samples and sequence.first_token_at is None:
                 sequence.first_token_at = now
             if sequence.finish_reason is not None:
@@ -211,15 +211,15 @@ class TorchEngine:
         """How many of the block's tokens the row keeps: up to an end-of-sequence id, the token that completes a stop
         string, or the budget, whichever comes first. Notes the reason on the sequence."""
         params = sequence.request.sampling
-        kept = next((i + 1 for i, token in enumerate(block) if token in self._parts.stop_ids), len(block))
+        kept = next((i + 1 for i, token in enumerate(block) if token in self.parts.stop_ids), len(block))
         before = sequence.num_output_tokens
         output = sequence.output_ids + block[:kept]
-        if output[-1] in self._parts.stop_ids:
+        if output[-1] in self.parts.stop_ids:
             sequence.finish_reason = FinishReason.STOP
             output.pop()
         elif sequence.remaining_budget == kept:
             sequence.finish_reason = FinishReason.LENGTH
-        decoder = self._parts.decoder
+        decoder = self.parts.decoder
         match = decoder.find_stop(output, before, params.stop, params.min_new_tokens) if params.stop else None
         if match is not None:
             sequence.finish_reason = FinishReason.STOP
@@ -230,21 +230,20 @@ class TorchEngine:
 
     def _retire(self, rows: list[StepRow], finished: list[Sequence]) -> list[Outcome]:
         """Attribute the step's remaining time, and turn ended rows into completions."""
-        overhead = self._parts.meter.lap("overhead" if rows else None)
+        overhead = self.parts.meter.lap("overhead" if rows else None)
         for row in rows:
             row.sequence.overhead_seconds += overhead / len(rows)
         now = perf_counter()
         completions: list[Outcome] = []
         for sequence in finished:
-            self._parts.scheduler.retire(sequence)
-            for drafter in self._parts.drafters.values():
+            self.parts.scheduler.retire(sequence)
+            for drafter in self.parts.drafters.values():
                 drafter.forget(sequence.request.row_index)
             completions.append(sequence.completion(now))
         return completions
 
     def _report(self, rows: list[StepRow], blocks: list[Block], finished: list[Sequence]) -> StepReport:
         """What the policy learns: tokens per device second, and how each class's proposals fared."""
-        seconds = self._parts.meter.row_seconds()
         drafts = [
             (row.sequence.request_class, len(row.proposal.token_ids), accepted)
             for row, (_, accepted) in zip(rows, blocks, strict=True)
@@ -253,8 +252,7 @@ class TorchEngine:
         return StepReport(
             num_live=len(rows),
             tokens=sum(len(block) for block, _ in blocks),
-            prefill_tokens=sum(len(row.known) for row in rows if row.prefill),
-            device_seconds=seconds,
+            decode_seconds=self.parts.meter.decode_seconds(),
             drafts=drafts,
             retired=[
                 (sequence.request_class, sequence.token_ids, sequence.num_prompt_tokens)
@@ -267,14 +265,14 @@ class TorchEngine:
         """Split the seconds since the proposals among the rows of the forward."""
         if not rows:
             return
-        seconds = self._parts.meter.lap()
-        shares = self._parts.attribution.shares(
+        seconds = self.parts.meter.lap()
+        shares = self.parts.attribution.shares(
             [row.num_positions for row in rows],
             [row.sequence.num_computed + row.num_positions for row in rows],
         )
         for row, share in zip(rows, shares, strict=True):
             line = "prefill" if row.prefill else "verify"
-            self._parts.meter.seconds[line] += seconds * share
+            self.parts.meter.seconds[line] += seconds * share
             if row.prefill:
                 row.sequence.prefill_seconds += seconds * share
             else:

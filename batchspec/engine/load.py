@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from batchspec.config import EngineConfig
-from batchspec.engine import checks
+from batchspec.engine import checks, cpu
 from batchspec.engine.acceptance import CoupledRule, RejectionRule
 from batchspec.engine.drafters import DraftModelDrafter, LookupThenDraftDrafter, PromptLookupDrafter
 from batchspec.engine.engine import EngineParts, TorchEngine
@@ -83,7 +83,7 @@ def load_torch_engine(
             draft_model=config.draft_model,
             memory_bytes=memory_bytes(model, draft, num_blocks),
             versions=library_versions(),
-            notes=notes(tokenizer, stop_ids, difference),
+            notes=notes(tokenizer, stop_ids, difference, device),
         ),
     )
     meter.lap("warmup")
@@ -164,10 +164,12 @@ def memory_bytes(model: PackedModel, draft: PackedModel | None, num_blocks: int)
     return sizes
 
 
-def notes(tokenizer: Any, stop_ids: frozenset[int], difference: str | None) -> tuple[str, ...]:
+def notes(tokenizer: Any, stop_ids: frozenset[int], difference: str | None, device: str) -> tuple[str, ...]:
     found = [] if difference is None else [f"batch_invariant is false: {difference} changed the bits of a row"]
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stop_ids:
         found.append(f"the tokenizer's end token {tokenizer.eos_token!r} is not among the model's end tokens")
+    if device == "cpu" and (reason := cpu.unavailable_reason()) is not None:
+        found.append(f"plain torch decodes, slowly: {reason}")
     return tuple(found)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
-# The lines that are handed on to rows.
-_ROW_LINES = ("prefill", "draft", "verify", "overhead")
+_DECODE_LINES = ("draft", "verify", "overhead")
 
 
 class Meter:
@@ -18,9 +17,9 @@ class Meter:
         self._mark = time.perf_counter()
         self._reported = 0.0
 
-    def row_seconds(self) -> float:
-        """Device seconds put on rows' lines since the last call."""
-        total = sum(self.seconds[line] for line in _ROW_LINES)
+    def decode_seconds(self) -> float:
+        """Device seconds of decoding since the last call."""
+        total = sum(self.seconds[line] for line in _DECODE_LINES)
         since, self._reported = total - self._reported, total
         return since
 

@@ -10,7 +10,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from batchspec.engine.load import load_tokenizer
@@ -28,6 +27,7 @@ FINER_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32, tor
 _CHUNK_TOKENS = 1024
 # Pairs of tokens (the likeliest and each of the next ones) whose difference is compared in two dtypes.
 _NOISE_PAIRS = 8
+_NOISE_PROMPT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Reference:
         self._module = module
         self._stop_ids = stop_token_ids(module)
         self._sampler = Sampler(self._stop_ids)
-        self.noise_tokens = sum(len(ids) for ids, _ in gaps)
+        self.noise_positions = sum(len(ids) for ids, _ in gaps)
         self.noise_logits = 2 * max(
             (self._largest_change(row, *found) for row, found in zip(noise_rows, gaps, strict=True)), default=0.0
         )
@@ -112,7 +112,7 @@ class Reference:
         if problem is not None:
             return RowCheck(len(row.token_ids), problem=problem)
         differences: list[Difference] = []
-        for first, logits in self._logits(self._module, prompt_ids, row.token_ids):
+        for first, logits in self._logits(self._module, [*prompt_ids, *row.token_ids[:-1]], len(prompt_ids) - 1):
             sampled = [self._sampled(row, prompt_ids, first + i) for i in range(len(logits))]
             differences += self._differences(row, logits, sampled)
         return RowCheck(len(row.token_ids), tuple(differences))
@@ -170,13 +170,10 @@ class Reference:
         )
 
     @torch.inference_mode()
-    def _logits(
-        self, module: Any, prompt_ids: Sequence[int], output_ids: Sequence[int]
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Per piece, the output position of its first row, and logits [n, vocab]: row i sees the output before i."""
+    def _logits(self, module: Any, tokens: Sequence[int], first_wanted: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Logits [n, vocab] of the positions from `first_wanted` on, in pieces, each with how many came before it."""
         from transformers import DynamicCache
 
-        tokens, first_wanted = [*prompt_ids, *output_ids[:-1]], len(prompt_ids) - 1
         # transformers 5.24 renamed the keyword
         keyword = "cache" if "cache" in signature(module.forward).parameters else "past_key_values"
         cache = {keyword: DynamicCache(config=module.config)}
@@ -192,24 +189,30 @@ class Reference:
             if num_wanted > 0:
                 yield max(start, first_wanted) - first_wanted, logits
 
-    def _gaps(self, module: Any, row: WrittenRow) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest tokens at each output position, ids [n, pairs + 1], and how far each is below the first."""
+    def _noise_logits(self, module: Any, row: WrittenRow) -> Iterator[torch.Tensor]:
+        """Logits of the answer's positions and of the last ones of its prompt."""
         try:
             prompt_ids = self._encoder.encode(row.request)
         except RowError:
+            return
+        first = max(0, len(prompt_ids) - 1 - _NOISE_PROMPT_TOKENS)
+        for _, logits in self._logits(module, [*prompt_ids, *row.token_ids[:-1]], first):
+            yield logits.double()
+
+    def _gaps(self, module: Any, row: WrittenRow) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest tokens at each position, ids [n, pairs + 1], and how far each is below the first."""
+        found = [logits.topk(1 + _NOISE_PAIRS) for logits in self._noise_logits(module, row)]
+        if not found:
             return torch.empty(0, 1 + _NOISE_PAIRS, dtype=torch.long), torch.empty(0, 1 + _NOISE_PAIRS)
-        found = [logits.topk(1 + _NOISE_PAIRS) for _, logits in self._logits(module, prompt_ids, row.token_ids)]
-        ids = torch.cat([top.indices for top in found])
-        values = torch.cat([top.values.double() for top in found])
-        return ids, values[:, :1] - values
+        values = torch.cat([top.values for top in found])
+        return torch.cat([top.indices for top in found]), values[:, :1] - values
 
     def _largest_change(self, row: WrittenRow, ids: torch.Tensor, gaps: torch.Tensor) -> float:
         """How much the run's dtype changes any of these gaps of the finer one, at most."""
         if not len(ids):
             return 0.0
-        pieces = self._logits(self._module, self._encoder.encode(row.request), row.token_ids)
-        values = torch.cat([logits for _, logits in pieces]).double().gather(1, ids)
-        return float(np.abs((values[:, :1] - values - gaps).cpu().numpy()).max())
+        values = torch.cat(list(self._noise_logits(self._module, row))).gather(1, ids)
+        return float((values[:, :1] - values - gaps).abs().max())
 
 
 def _load(path: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from batchspec.config import DEMO_MAX_ROWS, DEMO_MODEL, EngineConfig
@@ -26,6 +27,15 @@ def locate_model(config: EngineConfig) -> Path | None:
             raise UsageError(f"--model {config.model}: the directory has no config.json, so it is no model")
         return path.absolute()
     return _fetch_from_hub(config.model)
+
+
+def locate_models(config: EngineConfig) -> EngineConfig:
+    """The configuration with both models as local directories."""
+    model = locate_model(config)
+    if model is None:
+        return config
+    draft = config.draft_model and str(locate_model(replace(config, model=config.draft_model)))
+    return replace(config, model=str(model), draft_model=draft)
 
 
 def refuse_large_demo(config: EngineConfig, num_rows: int) -> None:

@@ -26,9 +26,10 @@ from batchspec.pipeline.identity import job_identity, job_versions, refuse_misma
 from batchspec.pipeline.interrupts import Interrupts
 from batchspec.pipeline.lock import OutputLock
 from batchspec.pipeline.logs import set_up_logging
-from batchspec.pipeline.models import locate_model, refuse_large_demo
+from batchspec.pipeline.models import locate_model, locate_models, refuse_large_demo
 from batchspec.pipeline.output import resolve_output
 from batchspec.pipeline.plan import Manifest, json_line, load_manifest, plan, save_manifest
+from batchspec.pipeline.profiling import check_profile
 from batchspec.pipeline.resume import (
     Stock,
     clear_output,
@@ -95,8 +96,7 @@ def prepare(config: RunConfig) -> Job:
     )
     identity = job_identity(config, inputs, model_path)
     versions = job_versions(config, device_type(places))
-    model = str(model_path) if model_path is not None else config.engine.model
-    config = replace(config, engine=replace(config.engine, model=model))
+    config = check_profile(replace(config, engine=locate_models(config.engine)))
     return Job(config, inputs, output, places, identity, versions)
 
 

@@ -8,16 +8,16 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from batchspec.accounting.cost import StepAttributionRule
-from batchspec.engine import load_engine
+from batchspec.engine import SelectiveEngine, load_engine
 from batchspec.errors import BatchspecError
 from batchspec.pipeline.feed import ShardFeed
 from batchspec.pipeline.messages import Failed, Finished, Link, Ready, Report, WorkerSpec
+from batchspec.pipeline.profiling import build_policy
 from batchspec.pipeline.shards import ShardBook
-from batchspec.profile.policy import static_policy
-from batchspec.types import Engine, EngineInfo, RoutePolicy
+from batchspec.types import Engine, EngineInfo, Request, RoutePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -51,16 +51,16 @@ class Worker:
     def run(self) -> None:
         spec = self._spec
         engine_config = spec.config.engine
-        self._policy: RoutePolicy = static_policy(spec.config.routes, engine_config.draft_model)
+        self._policy: RoutePolicy = build_policy(spec.config)
         attribution = StepAttributionRule()
-        engine = load_engine(engine_config, spec.device, spec.threads, spec.device_share, attribution)
+        engine = load_engine(engine_config, spec.device, spec.threads, spec.device_share, attribution, spec.route)
         # The process's start and the imports: what passed before the engine's own clock ran.
         until_now = (time.monotonic() - spec.spawned_at) * spec.device_share
         self._load_seconds = until_now - sum(engine.metered_seconds.values())
         info = engine.info
         logger.info("%s %s on %s, max batch %d", info.engine, info.dtype, info.device, info.max_batch)
         book = ShardBook(spec, {**spec.part_metadata, **_engine_metadata(info, attribution.rule)})
-        feed = ShardFeed(self._link, book, spec, lookahead_rows=info.max_batch)
+        feed = ShardFeed(self._link, book, spec, info.max_batch, self._rows_served(engine))
         self._link.send(Ready(info))
         stopped = threading.Event()
         reporter = threading.Thread(target=self._report_regularly, args=(engine, feed, book, stopped), daemon=True)
@@ -74,6 +74,11 @@ class Worker:
             feed.close()
         self._link.send(Finished(self._report(engine, feed)))
         engine.close()
+
+    def _rows_served(self, engine: Engine) -> Callable[[Request], bool]:
+        if isinstance(engine, SelectiveEngine):
+            return lambda request: engine.serves(request, self._policy)
+        return lambda request: True
 
     def _decode(self, engine: Engine, feed: ShardFeed) -> None:
         """Run the engine over the feed. What is done with an outcome is metered as output, not as the engine's idle."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,11 +11,10 @@ from typing import Any
 from batchspec.config import MAX_MATCH_TOKENS, MAX_SPECULATIVE_TOKENS, RouteConfig
 from batchspec.errors import UsageError
 from batchspec.types import Method, Route, StepReport
-from batchspec.workload import DEFAULT_LABEL
+from batchspec.workload import DEFAULT_LABEL, label_of
 
 ANY_CLASS = "*"
 _DRAFT_MODEL_METHODS = (Method.DRAFT_MODEL, Method.LOOKUP_THEN_DRAFT)
-_CELL_BUCKETS = re.compile(r"/p\d+-\d+/o\d+-\d+$")
 _KEYS = ("method", "num_speculative_tokens", "min_match_tokens")
 
 
@@ -32,7 +30,7 @@ class StaticPolicy:
 
     def route(self, request_class: str | None, occupancy: int) -> Route:
         cell = request_class or DEFAULT_LABEL
-        for key in (cell, _CELL_BUCKETS.sub("", cell), ANY_CLASS):
+        for key in (cell, label_of(cell), ANY_CLASS):
             if key in self.by_class:
                 return self.by_class[key]
         return self.default

@@ -114,7 +114,7 @@ def test_preempted_rows_are_recomputed_to_the_same_tokens() -> None:
     expected = answers(module, prompts, 120)
     engine = make_engine(module, max_batch=4, num_blocks=10)
     outcomes = run(engine, requests_for(prompts, max_new_tokens=120), FixedRoute(Method.PROMPT_LOOKUP, 4, 1))
-    assert engine._parts.scheduler.num_preemptions > 0
+    assert engine.parts.scheduler.num_preemptions > 0
     assert output_ids(outcomes) == expected
 
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
 
 from batchspec.engine import attention, checks
-from batchspec.engine.drafters.prompt_lookup import NgramIndex, PromptLookupDrafter, continuation
+from batchspec.engine.drafters import PromptLookupDrafter
 from batchspec.engine.kv_cache import BLOCK_TOKENS, KVCache, LayerShape
 from batchspec.engine.model import wrap_model
 from batchspec.errors import UnsupportedModelError
+from batchspec.ngrams import NgramIndex, continuation
 from batchspec.types import DraftRow, Method, Proposal, Request, Route, RowFailure, SamplingParams
 from tests.engine.tiny import SHAPE, FixedRoute, build_module, make_engine, requests_for, run
 

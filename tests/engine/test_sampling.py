@@ -48,8 +48,8 @@ def draft_engine(module: Any, draft: Any, rule: str = "coupled", **options: Any)
     drafter = DraftModelDrafter(
         model, model.new_cache(1 + 16 * slots, slots), Sampler(frozenset()), frozenset(), 260, rule
     )
-    engine._parts.drafters[Method.DRAFT_MODEL] = drafter
-    engine._parts.drafters[Method.LOOKUP_THEN_DRAFT] = LookupThenDraftDrafter(PromptLookupDrafter(), drafter)
+    engine.parts.drafters[Method.DRAFT_MODEL] = drafter
+    engine.parts.drafters[Method.LOOKUP_THEN_DRAFT] = LookupThenDraftDrafter(PromptLookupDrafter(), drafter)
     return engine
 
 

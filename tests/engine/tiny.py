@@ -182,7 +182,7 @@ def run(
         outcomes[outcome.row_index] = outcome
         if isinstance(outcome, Completion):
             outcome.stats.check(outcome.output_tokens)
-    engine._parts.kv.check_integrity()
+    engine.parts.kv.check_integrity()
     assert set(outcomes) == {request.row_index for request in requests}
     return outcomes
 

@@ -51,8 +51,8 @@ class DraftModelDrafter:
     def __init__(
         self, model: PackedModel, kv: KVCache, sampler: Sampler, stop_ids: frozenset[int], vocab_size: int, rule: str
     ) -> None:
-        self._model = model
-        self._kv = kv
+        self.model = model
+        self.kv = kv
         self._sampler = sampler
         self._stop_ids = stop_ids
         self._vocab_size = vocab_size
@@ -70,25 +70,25 @@ class DraftModelDrafter:
     def forget(self, row_index: int) -> None:
         state = self._states.pop(row_index, None)
         if state is not None:
-            self._kv.release_slot(state.slot)
+            self.kv.release_slot(state.slot)
 
     def _start(self, row: DraftRow) -> _Draft | None:
         """Roll the row's state back to what is still text, and reserve its cache; None where that cannot be had."""
         length = len(row.token_ids)
-        if row.num_tokens <= 0 or length + row.num_tokens > self._model.context_tokens:
+        if row.num_tokens <= 0 or length + row.num_tokens > self.model.context_tokens:
             return None
         state = self._states.get(row.row_index)
         if state is None:
-            state = self._states[row.row_index] = _DraftState(self._kv.acquire_slot())
+            state = self._states[row.row_index] = _DraftState(self.kv.acquire_slot())
         common = min(state.num_known, length - 1)
         while common < min(len(state.fed), length - 1) and state.fed[common] == row.token_ids[common]:
             common += 1
         del state.fed[common:]
-        if max(row.token_ids[common:]) >= self._model.vocab_size:
+        if max(row.token_ids[common:]) >= self.model.vocab_size:
             return None  # the target's output layer is wider, and it wrote an id that the draft cannot read
         state.num_known = length
-        self._kv.trim(state.slot, common)
-        if not self._kv.reserve(state.slot, length + row.num_tokens):
+        self.kv.trim(state.slot, common)
+        if not self.kv.reserve(state.slot, length + row.num_tokens):
             self.forget(row.row_index)
             return None
         return _Draft(row, state)
@@ -106,7 +106,7 @@ class DraftModelDrafter:
             if not behind:
                 return
             segments = [Segment(d.state.slot, tokens, len(d.state.fed), True, ()) for d, tokens in behind]
-            self._model.forward(segments, self._kv)
+            self.model.forward(segments, self.kv)
             for draft, tokens in behind:
                 draft.state.fed += tokens
 
@@ -118,7 +118,7 @@ class DraftModelDrafter:
             unread = draft.tokens[-1:] if draft.tokens else draft.row.token_ids[fed:]
             segments.append(Segment(draft.state.slot, unread, fed, False, (len(unread) - 1,)))
             draft.state.fed += unread
-        logits = _fit(self._model.forward(segments, self._kv), self._vocab_size)
+        logits = fit_vocabulary(self.model.forward(segments, self.kv), self._vocab_size)
         sampled = [_sampled_row(draft) for draft in drafts]
         for draft, token in zip(drafts, self._choose(logits, sampled, drafts), strict=True):
             draft.tokens.append(token)
@@ -140,7 +140,7 @@ class DraftModelDrafter:
         return Proposal(tuple(draft.tokens), num_draft_steps=draft.num_steps, probabilities=probabilities)
 
 
-def _fit(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Draft logits as wide as the target's: surplus ids are padding, missing ones cannot be proposed."""
     missing = vocab_size - logits.shape[1]
     if missing > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from batchspec.types import Drafter, DraftRow, Proposal
 
@@ -15,7 +16,7 @@ class LookupThenDraftDrafter:
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         proposals = self._lookup.propose(rows)
         unmatched = [index for index, proposal in enumerate(proposals) if not proposal.token_ids]
-        drafted = self._draft.propose([rows[index] for index in unmatched]) if unmatched else []
+        drafted = self._draft.propose([_as_deep_as_it_pays(rows[index]) for index in unmatched]) if unmatched else []
         for index, proposal in zip(unmatched, drafted, strict=True):
             proposals[index] = proposal
         return proposals
@@ -23,3 +24,8 @@ class LookupThenDraftDrafter:
     def forget(self, row_index: int) -> None:
         self._lookup.forget(row_index)
         self._draft.forget(row_index)
+
+
+def _as_deep_as_it_pays(row: DraftRow) -> DraftRow:
+    limit = row.route.num_draft_tokens
+    return row if limit is None else replace(row, num_tokens=min(row.num_tokens, limit))

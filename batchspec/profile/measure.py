@@ -1,0 +1,263 @@
+"""Measuring a profile: decode a sample once, replay drafters over it, time the machine's steps, check with trials."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from batchspec.ngrams import NgramIndex
+from batchspec.profile.acceptance import DecodedRow, replay_draft, replay_lookup
+from batchspec.profile.predict import predict_seconds
+from batchspec.profile.records import ClassSample, Curve, Profile, StepCost, Trial
+from batchspec.types import Completion, Method, Request, Route, RoutePolicy, StepReport
+from batchspec.workload import RequestClassifier
+
+if TYPE_CHECKING:
+    from batchspec.engine.engine import TorchEngine
+    from batchspec.engine.timing import EngineTimer, Shape
+
+logger = logging.getLogger(__name__)
+
+MAX_DEPTH = 8
+MIN_MATCH_TOKENS = 2
+_POSITIONS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_SHORT_CONTEXT = 64
+_LONG_CONTEXT = 1024
+_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Seconds that measuring may take; what no longer fits is skipped, and named."""
+
+    seconds: float
+    started_at: float
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (perf_counter() - self.started_at)
+
+
+class _Source:
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests = deque(requests)
+
+    def take(self, wait: bool) -> Request | None:
+        return self._requests.popleft() if self._requests else None
+
+
+class _Fixed:
+    def __init__(self, route: Route) -> None:
+        self._route = route
+
+    def route(self, request_class: str | None, occupancy: int) -> Route:
+        return self._route
+
+    def observe(self, step: StepReport) -> None:
+        pass
+
+
+TARGET_ONLY = _Fixed(Route(Method.TARGET_ONLY, reason="profile"))
+
+
+def stratified(requests: Sequence[Request], num_rows: int) -> list[Request]:
+    """`num_rows` rows, every class as equally as its rows allow, spread over the input; classes interleaved."""
+    by_class: dict[str, list[Request]] = defaultdict(list)
+    for request in requests:
+        by_class[RequestClassifier().label(request.request_class)].append(request)
+    share = max(1, num_rows // max(1, len(by_class)))
+    picked = [rows[:: max(1, len(rows) // share)][:share] for rows in by_class.values()]
+    return [rows[i] for i in range(share) for rows in picked if i < len(rows)]
+
+
+def measure_profile(
+    engine: TorchEngine,
+    requests: Sequence[Request],
+    fingerprint: dict[str, str],
+    budget_seconds: float,
+    say: Callable[[str], None],
+) -> Profile:
+    """Measure on `requests` (already a stratified sample) with a loaded engine. `say` gets one line per stage."""
+    from batchspec.engine.timing import EngineTimer, lines
+
+    budget = Budget(budget_seconds, perf_counter())
+    skipped: list[str] = []
+    say(f"decoding {len(requests)} sampled rows, target-only")
+    before, steps = engine.metered_seconds, _CountedSteps()
+    completions = _decode(engine, requests, steps, limit_seconds=budget.left * 0.5)
+    spent = lines(before, engine.metered_seconds)
+    rows = [_decoded(c) for c in completions]
+    if len(completions) < len(requests):
+        skipped.append(f"{len(requests) - len(completions)} of {len(requests)} sampled rows: half the budget was spent")
+
+    say("timing steps")
+    timer = EngineTimer(engine, [row.token_ids for row in rows])
+    lookup_seconds = _lookup_seconds(rows)
+    cost = _step_cost(timer, engine.info.max_batch, spent["overhead"] / max(1, steps.num_row_steps), lookup_seconds)
+
+    say("replaying drafters")
+    acceptance = replay_lookup(rows, MAX_DEPTH, MIN_MATCH_TOKENS)
+    if timer.draft is not None:
+        agrees = [
+            timer.draft_agrees(row.token_ids, row.num_prompt_tokens, c.request.sampling, c.request.row_key)
+            for row, c in zip(rows, completions, strict=True)
+        ]
+        acceptance += replay_draft(rows, agrees, MAX_DEPTH)
+        acceptance += replay_draft(rows, agrees, MAX_DEPTH, MIN_MATCH_TOKENS)
+
+    profile = Profile(
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        fingerprint=fingerprint,
+        sampling={"temperature": requests[0].sampling.temperature, "top_p": requests[0].sampling.top_p},
+        max_batch=engine.info.max_batch,
+        max_new_tokens=max(r.sampling.max_new_tokens for r in requests),
+        samples=_samples(completions),
+        acceptance=tuple(acceptance),
+        step_cost=cost,
+        skipped=tuple(skipped),
+        memory_bytes=dict(engine.info.memory_bytes),
+    )
+    trials, unmeasured = _trials(engine, completions, profile, budget, say)
+    return replace(
+        profile,
+        trials=trials,
+        skipped=(*skipped, *unmeasured),
+        measuring_seconds=round(perf_counter() - budget.started_at, 1),
+    )
+
+
+@dataclass(frozen=True)
+class SampledCompletion:
+    request: Request
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+
+
+class _CountedSteps(_Fixed):
+    """Target-only, counting rows times steps."""
+
+    def __init__(self) -> None:
+        super().__init__(Route(Method.TARGET_ONLY, reason="profile"))
+        self.num_row_steps = 0
+
+    def observe(self, step: StepReport) -> None:
+        self.num_row_steps += step.num_live
+
+
+def _decode(
+    engine: TorchEngine, requests: Sequence[Request], policy: RoutePolicy, limit_seconds: float
+) -> list[SampledCompletion]:
+    """Outputs of the rows that were answered; no new row is begun after `limit_seconds`."""
+    deadline = perf_counter() + limit_seconds
+    by_index = {request.row_index: request for request in requests}
+
+    class Limited(_Source):
+        def take(self, wait: bool) -> Request | None:
+            return super().take(wait) if perf_counter() < deadline else None
+
+    found = []
+    for outcome in engine.run(Limited(requests), policy):
+        if isinstance(outcome, Completion):
+            request = by_index[outcome.row_index]
+            prompt = engine.parts.encoder.encode(request)
+            found.append(SampledCompletion(request, (*prompt, *outcome.token_ids), len(prompt)))
+    return found
+
+
+def _decoded(completion: SampledCompletion) -> DecodedRow:
+    label = RequestClassifier().label(completion.request.request_class)
+    return DecodedRow(label, completion.token_ids, completion.num_prompt_tokens)
+
+
+def _samples(completions: Sequence[SampledCompletion]) -> tuple[ClassSample, ...]:
+    by_class: dict[str, list[SampledCompletion]] = defaultdict(list)
+    for completion in completions:
+        by_class[_decoded(completion).request_class].append(completion)
+    return tuple(
+        ClassSample(
+            label,
+            tuple(c.num_prompt_tokens for c in found),
+            tuple(len(c.token_ids) - c.num_prompt_tokens for c in found),
+        )
+        for label, found in sorted(by_class.items())
+    )
+
+
+def _lookup_seconds(rows: Sequence[DecodedRow]) -> float:
+    """Seconds that one row's lookup takes in a step, timed on the sampled rows."""
+    started, asked = perf_counter(), 0
+    for row in rows[:16]:
+        index = NgramIndex(MIN_MATCH_TOKENS)
+        for place in range(row.num_prompt_tokens + 1, len(row.token_ids)):
+            seen = row.token_ids[:place]
+            index.extend(seen)
+            index.longest_match(seen)
+            asked += 1
+    return (perf_counter() - started) / max(1, asked)
+
+
+def _step_cost(timer: EngineTimer, max_batch: int, per_sequence: float, per_lookup: float) -> StepCost:
+    shapes = [_shape(count, max_batch, _SHORT_CONTEXT) for count in _POSITIONS]
+    far: Shape = (max_batch, 1, _LONG_CONTEXT, False)
+    near: Shape = (max_batch, 1, _SHORT_CONTEXT, False)
+    chunk: Shape = (1, _CHUNK, _CHUNK, True)
+    seconds = timer.target_seconds([*shapes, far, near, chunk], repeats=5)
+    per_kv_token = max(0.0, (seconds[far] - seconds[near]) / (max_batch * (_LONG_CONTEXT - _SHORT_CONTEXT)))
+    curve = _curve(seconds, shapes, per_kv_token)
+    if timer.draft is None:
+        return StepCost(curve, per_kv_token, per_sequence, per_lookup, seconds[chunk] / _CHUNK)
+    draft_shapes = [_shape(count, max_batch, _SHORT_CONTEXT) for count in _POSITIONS if count <= 2 * max_batch + 1]
+    draft_seconds = timer.draft_seconds([*draft_shapes, chunk], repeats=5)
+    return StepCost(
+        curve,
+        per_kv_token,
+        per_sequence,
+        per_lookup,
+        seconds[chunk] / _CHUNK,
+        draft=_curve(draft_seconds, draft_shapes, 0.0),
+        draft_prefill_per_token=draft_seconds[chunk] / _CHUNK,
+    )
+
+
+def _shape(positions: int, max_batch: int, context: int) -> Shape:
+    """About this many positions, over as many sequences as the batch allows."""
+    sequences = min(positions, max_batch)
+    return (sequences, -(-positions // sequences), context, False)
+
+
+def _curve(seconds: dict[Shape, float], shapes: Sequence[Shape], per_kv_token: float) -> Curve:
+    """Seconds over positions, the reading of the short context taken off."""
+    points = {n * m: max(1e-6, seconds[(n, m, c, p)] - n * c * per_kv_token) for n, m, c, p in shapes}
+    counts = sorted(points)
+    return Curve(tuple(counts), tuple(points[count] for count in counts)).monotone()
+
+
+def _trials(
+    engine: TorchEngine,
+    completions: Sequence[SampledCompletion],
+    profile: Profile,
+    budget: Budget,
+    say: Callable[[str], None],
+) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
+    """Target-only against prompt lookup on the same rows, warm and interleaved, as far as the budget lasts."""
+    requests = [c.request for c in completions[: engine.info.max_batch]]
+    trials: list[Trial] = []
+    routes = [Route(Method.TARGET_ONLY), Route(Method.PROMPT_LOOKUP, 4, min_match_tokens=MIN_MATCH_TOKENS)]
+    for route in [*routes, *reversed(routes)]:
+        expected = predict_seconds(profile, _samples(completions[: len(requests)]), route, engine.info.max_batch)
+        if expected * 1.5 > budget.left:
+            return tuple(trials), (f"trial of {route.method}: {expected:.0f} s do not fit into what is left",)
+        say(f"trial: {route.method} k={route.num_speculative_tokens} at batch {engine.info.max_batch}")
+        started, tokens = perf_counter(), 0
+        for outcome in engine.run(_Source(requests), _Fixed(route)):
+            tokens += outcome.output_tokens if isinstance(outcome, Completion) else 0
+        seconds = perf_counter() - started
+        trials.append(
+            Trial(route.method.value, route.num_speculative_tokens, engine.info.max_batch, tokens, seconds, expected)
+        )
+    return tuple(trials), ()

@@ -1,0 +1,100 @@
+"""What a profile says a job will take: the live rows of a worker, stepped through in expectation. Pure; no torch."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batchspec.profile.marginal import ClassOptions, Option, class_options
+from batchspec.profile.records import ClassSample, Profile
+from batchspec.types import Method, Route
+
+# Steps are skipped over in one go while the live set does not change, but no further than this.
+_MOST_STEPS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tokens that a row of a class gains, and the positions and draft steps it brings, in one step."""
+
+    tokens: float
+    positions: float
+    draft_depths: tuple[float, ...]
+    asks_lookup: bool
+
+
+def predict_seconds(profile: Profile, rows: Sequence[ClassSample], route: Route, max_batch: int) -> float:
+    """Decode seconds (prefill in, load out) of these rows under one static route."""
+    options = {c.request_class: c for c in class_options(profile, doubt=0.0)}
+    return simulate(profile, rows, max_batch, lambda label, _: expected_step(options[label], route))
+
+
+def expected_step(c: ClassOptions, route: Route) -> Step:
+    """What a route gives a class per step, by its measured acceptance."""
+    found = [] if route.method is Method.TARGET_ONLY else list(c.by_method.get(route.method, ()))
+    tokens, positions, depths = 1.0, 1.0, [0.0] * 16
+    for option in found:
+        k = _depth(option, route)
+        tokens += option.share * sum(option.reach[:k])
+        positions += option.share * k
+        if option.per_depth:
+            for depth in range(k):
+                depths[depth] += option.share
+    return Step(tokens, positions, tuple(depths), route.method in (Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT))
+
+
+def _depth(option: Option, route: Route) -> int:
+    k = route.num_speculative_tokens
+    if option.match_tokens is not None:
+        return (
+            min(k, route.tokens_for_match(option.match_tokens)) if option.match_tokens >= route.min_match_tokens else 0
+        )
+    return k if route.num_draft_tokens is None else min(k, route.num_draft_tokens)
+
+
+def simulate(
+    profile: Profile, rows: Sequence[ClassSample], max_batch: int, step_of: Callable[[str, int], Step]
+) -> float:
+    """Seconds until all rows are answered: `max_batch` live at a time, classes taken in turn, each row advancing by
+    its class's expected tokens per step."""
+    cost = profile.step_cost
+    waiting = _interleaved(rows)
+    live: list[tuple[float, int, str, float]] = []  # tokens left, tie-break, class, context
+    seconds, serial = 0.0, 0
+    while waiting or live:
+        while waiting and len(live) < max_batch:
+            label, input_tokens, output_tokens = waiting.pop()
+            seconds += input_tokens * cost.prefill_per_token
+            serial += 1
+            heapq.heappush(live, (output_tokens - 1.0, serial, label, input_tokens + output_tokens / 2))
+        occupancy = len(live)
+        steps = {label: step_of(label, occupancy) for label in {entry[2] for entry in live}}
+        positions = sum(steps[label].positions for _, _, label, _ in live)
+        context = sum(entry[3] for entry in live) / occupancy
+        each = cost.step_seconds(occupancy, positions, context)
+        each += cost.per_lookup * sum(steps[label].asks_lookup for _, _, label, _ in live)
+        if cost.draft is not None:
+            for depth in range(16):
+                drafting = sum(steps[label].draft_depths[depth] for _, _, label, _ in live)
+                each += cost.draft.at(drafting) if drafting > 0 else 0.0
+        soonest = min(left / steps[label].tokens for left, _, label, _ in live)
+        count = min(_MOST_STEPS_AT_ONCE, max(1.0, soonest))
+        seconds += count * each
+        live = [
+            (left - count * steps[label].tokens, tie, label, size)
+            for left, tie, label, size in live
+            if left > count * steps[label].tokens
+        ]
+        heapq.heapify(live)
+    return seconds
+
+
+def _interleaved(rows: Sequence[ClassSample]) -> list[tuple[str, int, int]]:
+    """(class, input tokens, output tokens) of every row, the classes mixed evenly; popped from the end."""
+    placed = [
+        (index / sample.num_rows, sample.request_class, sample.input_tokens[index], sample.output_tokens[index])
+        for sample in rows
+        for index in range(sample.num_rows)
+    ]
+    return [(label, i, o) for _, label, i, o in sorted(placed, reverse=True)]

@@ -1,0 +1,124 @@
+"""What a profile holds: measured counters and seconds, from which routes and predictions are derived. No torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+PROFILE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ClassSample:
+    """The rows of one class that were decoded to measure: what they brought and what they wrote, in tokens."""
+
+    request_class: str
+    input_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return sum(self.output_tokens) / max(1, self.num_rows)
+
+    @property
+    def mean_context_tokens(self) -> float:
+        """Mean context over a row's life in decode: its prompt and half its answer."""
+        return sum(self.input_tokens) / max(1, self.num_rows) + self.mean_output_tokens / 2
+
+
+@dataclass(frozen=True)
+class AcceptanceCell:
+    """How proposals of one method fared in one class, replayed over exact outputs.
+
+    `match_tokens` tells prompt lookup's cells apart (None for a draft model). `num_steps` of the class's
+    `num_class_steps` target steps proposed something in this cell; `accepted_per_pos` and `rejections_per_pos` count
+    judged positions. A draft model's cell of method lookup_then_draft holds the steps in which lookup found nothing.
+    """
+
+    request_class: str
+    method: str
+    match_tokens: int | None
+    num_class_steps: int
+    num_steps: int
+    accepted_per_pos: tuple[int, ...]
+    rejections_per_pos: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over a count, measured at some counts, a straight line in between and beyond."""
+
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, count: float) -> float:
+        left = min(max(bisect_right(self.counts, count) - 1, 0), len(self.counts) - 2)
+        x0, x1 = self.counts[left], self.counts[left + 1]
+        y0, y1 = self.seconds[left], self.seconds[left + 1]
+        return max(0.0, y0 + (y1 - y0) * (count - x0) / (x1 - x0))
+
+    def monotone(self) -> Curve:
+        """More work never takes less time: noise that says so is levelled."""
+        levelled = list(self.seconds)
+        for index, (a, b) in enumerate(pairwise(levelled), start=1):
+            levelled[index] = max(a, b)
+        return Curve(self.counts, tuple(levelled))
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step on this machine with these models.
+
+    `target` and `draft` are forwards over the number of positions in the pack at little context, `per_kv_token` what
+    each token of context adds per sequence, `per_sequence` the engine's own work on a row in a step, `per_lookup` what
+    asking prompt lookup costs a row, `prefill_per_token` the intake of prompts.
+    """
+
+    target: Curve
+    per_kv_token: float
+    per_sequence: float
+    per_lookup: float
+    prefill_per_token: float
+    draft: Curve | None = None
+    draft_prefill_per_token: float = 0.0
+
+    def step_seconds(self, num_sequences: float, num_positions: float, context_tokens: float) -> float:
+        """A step of this many rows and positions at a mean context per row."""
+        own_work = num_sequences * (self.per_sequence + self.per_kv_token * context_tokens)
+        return self.target.at(num_positions) + own_work
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One A/B on real rows: seconds and output tokens of a static route, beside what the profile predicts for it."""
+
+    method: str
+    num_speculative_tokens: int
+    max_batch: int
+    output_tokens: int
+    seconds: float
+    predicted_seconds: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Acceptance (of this traffic) and step cost (of this machine), with what they are valid for."""
+
+    created_at: str
+    fingerprint: dict[str, str]
+    sampling: dict[str, float | str]
+    max_batch: int
+    max_new_tokens: int
+    samples: tuple[ClassSample, ...]
+    acceptance: tuple[AcceptanceCell, ...]
+    step_cost: StepCost
+    trials: tuple[Trial, ...] = ()
+    skipped: tuple[str, ...] = ()
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    measuring_seconds: float = 0.0
+    profile_version: int = PROFILE_VERSION

@@ -1,0 +1,64 @@
+"""A profile as one JSON file, strict and diffable; and what it takes to trust one. pydantic reads, nothing guesses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from batchspec.errors import MismatchError, UsageError
+from batchspec.profile.records import PROFILE_VERSION, Profile
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write the profile, whole or not at all."""
+    text = json.dumps(asdict(profile), indent=1, sort_keys=True, allow_nan=False)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise UsageError(f"cannot write the profile {path}: {error.strerror}") from error
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a profile. Raises UsageError naming what is wrong with the file."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--profile {path}: cannot be read: {error.strerror}") from error
+    adapter = TypeAdapter(with_config(ConfigDict(extra="forbid"))(Profile))
+    try:
+        profile = adapter.validate_json(text)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
+        raise UsageError(f"--profile {path}: not a profile: {problems}") from None
+    if profile.profile_version != PROFILE_VERSION:
+        raise UsageError(
+            f"--profile {path}: version {profile.profile_version}, this batchspec reads {PROFILE_VERSION}; make it "
+            "again with `batchspec profile`"
+        )
+    return profile
+
+
+def fingerprint_differences(profile: Profile, now: Mapping[str, str]) -> list[str]:
+    """What the profile was measured with and this run is not, one line per item."""
+    names = sorted(profile.fingerprint.keys() | now.keys())
+    return [
+        f"{name}: profile {profile.fingerprint.get(name, 'none')}, run {now.get(name, 'none')}"
+        for name in names
+        if profile.fingerprint.get(name) != now.get(name)
+    ]
+
+
+def refuse_stale_profile(path: str, profile: Profile, now: Mapping[str, str]) -> None:
+    """Raise MismatchError naming every difference. A profile of something else is never trusted."""
+    found = fingerprint_differences(profile, now)
+    if found:
+        raise MismatchError(
+            f"--profile {path} was measured with something else: {'; '.join(found)}. Make it again with `batchspec "
+            "profile`, or run target-only with --profile none"
+        )
