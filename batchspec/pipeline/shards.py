@@ -135,8 +135,9 @@ class ShardBook:
             opened.journal.flush_if_due()
 
     def close(self) -> None:
-        for opened in self._open.values():
-            opened.journal.close()
+        with storage_faults(self._store):
+            for opened in self._open.values():
+                opened.journal.close()
         self._reader.close()
 
     def _tables(self, opened: OpenShard) -> Iterator[pa.Table]:
