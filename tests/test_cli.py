@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -14,8 +15,16 @@ from batchspec.config import RunConfig
 from batchspec.io.results import load_results
 from batchspec.pipeline.options import HELP, option_fields, option_names, run_config, run_options
 from tests.pipeline.jobs import WritePrompts, run_cli, summary_of
+from tests.pipeline.threads import workers_as_threads
 
 pytest_plugins = ["tests.pipeline.conftest"]
+
+
+@pytest.fixture(autouse=True)
+def workers_are_threads() -> Iterator[None]:
+    """In this process; commands that a test runs have processes."""
+    with workers_as_threads():
+        yield
 
 
 @pytest.fixture

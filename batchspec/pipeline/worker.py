@@ -44,6 +44,7 @@ class Worker:
         self._spec = spec
         self._link = link
         self._output_seconds = 0.0
+        self._closing_seconds = 0.0
         self._load_seconds = 0.0
         self._decoding = False
         self._last_retired_at: float | None = None
@@ -68,10 +69,12 @@ class Worker:
         try:
             self._decode(engine, feed)
         finally:
+            started = time.monotonic()
             stopped.set()
             reporter.join()
             book.close()
             feed.close()
+            self._closing_seconds = (time.monotonic() - started) * spec.device_share
         self._link.send(Finished(self._report(engine, feed)))
         engine.close()
 
@@ -109,7 +112,7 @@ class Worker:
         lines = dict(engine.metered_seconds)
         lines["load"] = lines.get("load", 0.0) + self._load_seconds
         lines["idle"] = lines.get("idle", 0.0) - self._output_seconds
-        lines["output"] = self._output_seconds
+        lines["output"] = self._output_seconds + self._closing_seconds
         return Report(
             at=time.monotonic(),
             lines=lines,

@@ -9,6 +9,7 @@ import pytest
 from batchspec.pipeline.runner import generate
 from tests.pipeline.crashes import PHASES, TARGETS, Crashes, kill
 from tests.pipeline.jobs import WritePrompts, answers, fake_config, finished_rows, start_cli, with_parts
+from tests.pipeline.threads import generate_in_threads
 
 NUM_ROWS = 2000
 SLOWLY = ("--shard-rows", "100", "--fake-tokens-per-second", "8000")
@@ -19,7 +20,7 @@ def test_r02_r03_kills_at_any_instant_lose_no_row_and_double_none(
     write_prompts: WritePrompts, tmp_path: Path, num_kills: int
 ) -> None:
     source = write_prompts(NUM_ROWS)
-    generate(fake_config(source, tmp_path / "plain"))
+    generate_in_threads(fake_config(source, tmp_path / "plain"))
     expected = answers(tmp_path / "plain")
     crashes = Crashes(source, tmp_path, NUM_ROWS, SLOWLY)
     for output in crashes.run(num_kills):

@@ -23,6 +23,7 @@ from tests.pipeline.jobs import (
     with_parts,
     worker_pids,
 )
+from tests.pipeline.threads import generate_in_threads
 
 Inject = Callable[[str], None]
 
@@ -46,10 +47,8 @@ def inject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inject:
     return set_up
 
 
-def undisturbed(path: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    with monkeypatch.context() as clean:
-        clean.delenv("PYTHONPATH", raising=False)
-        generate(fake_config(path, output))
+def undisturbed(path: Path, output: Path) -> list[dict[str, object]]:
+    generate_in_threads(fake_config(path, output))
     return answers(output)
 
 
@@ -57,7 +56,7 @@ def test_r06_a_killed_worker_is_replaced_and_its_finished_rows_are_not_decoded_a
     write_prompts: WritePrompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, output = write_prompts(120), tmp_path / "out"
-    expected = undisturbed(path, tmp_path / "plain", monkeypatch)
+    expected = undisturbed(path, tmp_path / "plain")
     seen: list[int] = []
 
     def kill_one() -> None:
@@ -127,7 +126,7 @@ def test_r06_a_row_that_keeps_killing_workers_becomes_an_error_row_and_the_rest_
     inject: Inject, write_prompts: WritePrompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     prompts = [f"question {i}" for i in range(50)]
-    expected = undisturbed(write_prompts(prompts, "plain.parquet"), tmp_path / "plain", monkeypatch)
+    expected = undisturbed(write_prompts(prompts, "plain.parquet"), tmp_path / "plain")
     prompts[21] = "poison"
     inject(POISON.format(how=how))
     output = tmp_path / "out"
@@ -168,7 +167,7 @@ def test_r06_deaths_that_no_row_explains_end_the_job_resumably(
     rows = load_results(str(output), ["attempt"]).to_pylist()
     assert len(rows) == 200
     assert 0 < sum(row["attempt"] == 1 for row in rows) < 100
-    assert answers(output) == undisturbed(path, tmp_path / "plain", monkeypatch)
+    assert answers(output) == undisturbed(path, tmp_path / "plain")
 
 
 def test_a_hung_step_is_given_up_and_the_rows_are_decoded_again(
@@ -182,7 +181,7 @@ def test_a_hung_step_is_given_up_and_the_rows_are_decoded_again(
         "fake.answer = hang_once"
     )
     generate(fake_config(path, output, step_timeout=1.0))
-    assert answers(output) == undisturbed(path, tmp_path / "plain", monkeypatch)
+    assert answers(output) == undisturbed(path, tmp_path / "plain")
 
 
 def test_a_config_that_workers_get_is_the_one_that_was_asked_for(write_prompts: WritePrompts, tmp_path: Path) -> None:
@@ -212,5 +211,5 @@ def test_a_worker_may_die_before_any_word(
     inject(DIE_BEFORE_SAYING.format(message=message))
     generate(fake_config(path, output))
     assert (tmp_path / "faults" / "silence").exists()
-    assert answers(output) == undisturbed(path, tmp_path / "plain", monkeypatch)
+    assert answers(output) == undisturbed(path, tmp_path / "plain")
     assert load_results(str(output), ["attempt"])["attempt"].to_pylist() == [1] * 40

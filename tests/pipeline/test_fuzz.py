@@ -18,8 +18,7 @@ from hypothesis.strategies import SearchStrategy
 
 from batchspec.cli import main
 from batchspec.io.results import load_results
-from batchspec.pipeline import session
-from tests.pipeline.threads import ThreadExecutor
+from tests.pipeline.threads import workers_as_threads
 
 PROMPT_TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int8(), pa.string())]
 OTHER_TYPES: list[tuple[pa.DataType, SearchStrategy[Any]]] = [
@@ -150,8 +149,7 @@ def check(table: pa.Table, how: dict[str, Any]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def workers_are_threads() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(session, "new_executor", lambda options: ThreadExecutor())
+    with workers_as_threads():
         yield
 
 

@@ -23,6 +23,7 @@ from tests.pipeline.jobs import (
     wait_for,
     worker_pids,
 )
+from tests.pipeline.threads import generate_in_threads
 
 Send = Callable[[subprocess.Popen[str]], None]
 SLOW = (
@@ -67,8 +68,8 @@ def test_a_signal_lets_rows_in_flight_end_and_the_same_command_goes_on(
     kept = finished_rows(output)
     assert 10 < kept < 200
 
-    generate(fake_config(path, tmp_path / "plain"))
-    summary = generate(fake_config(path, output))
+    generate_in_threads(fake_config(path, tmp_path / "plain"))
+    summary = generate_in_threads(fake_config(path, output))
     assert answers(output) == answers(tmp_path / "plain")
     attempts = load_results(str(output), ["attempt"])["attempt"].to_pylist()
     assert attempts.count(1) == kept

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.config import EngineConfig, OutputConfig, RunConfig, RunOptions
@@ -51,6 +51,7 @@ def test_shards_are_capped_in_rows_and_bytes_and_small_jobs_are_cut_finer(
     assert plan(input_set(*sizes), config, {}, {}).shard_stops == stops
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 10**6)), min_size=1, max_size=8),
     shard_rows=st.integers(1, 100),

@@ -8,17 +8,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchspec.config import RunConfig
-from batchspec.errors import BatchspecError, MismatchError, UsageError
+from batchspec.engine import fake, fake_answers
+from batchspec.engine.fake_answers import Answer
+from batchspec.errors import BatchspecError, MismatchError, RowError, UsageError
 from batchspec.io.journal import JOURNAL_FOLDER, JournalWriter, encode_row, read_journal
 from batchspec.io.results import load_results
 from batchspec.io.schema import ResultRow
 from batchspec.io.store import LocalStore
 from batchspec.io.writer import commit_part
-from batchspec.pipeline.runner import generate
 from batchspec.pipeline.status import read_status
-from batchspec.types import RowFailure
+from batchspec.types import Request, RowFailure
 from tests.pipeline.faults import environment_with
 from tests.pipeline.jobs import WritePrompts, answers, fake_config, run_cli, with_parts
+from tests.pipeline.threads import generate_in_threads
 
 
 def attempts_of(output: Path) -> list[int]:
@@ -29,7 +31,7 @@ def attempts_of(output: Path) -> list[int]:
 def finished(write_prompts: WritePrompts, tmp_path: Path) -> RunConfig:
     """A finished job: 40 rows in parts of 16, 16 and 8 rows."""
     config = fake_config(write_prompts(40), tmp_path / "out")
-    generate(config)
+    generate_in_threads(config)
     return config
 
 
@@ -66,7 +68,7 @@ def test_r02_a_part_that_is_not_whole_is_not_taken_for_done(
     output = tmp_path / "out"
     expected = answers(output)
     damage(output / "part-00001.parquet")
-    generate(finished)
+    generate_in_threads(finished)
     assert answers(output) == expected
     assert attempts_of(output) == [1] * 16 + [2] * 16 + [1] * 8
     assert "part-00001.parquet is damaged" in capsys.readouterr().err
@@ -82,7 +84,7 @@ def test_r03_a_kill_between_the_part_and_the_end_of_its_journal_doubles_nothing(
     leftover = JournalWriter(store, 1, 1, "w0")
     leftover.append(encode_row(ResultRow(RowFailure(16, "stale", "left over"), 0, 1)))
     leftover.close()
-    generate(finished)
+    generate_in_threads(finished)
     assert answers(output) == expected
     assert attempts_of(output) == [1] * 40
     assert store.names(JOURNAL_FOLDER) == []
@@ -105,7 +107,7 @@ def test_rows_in_a_journal_are_not_decoded_again_and_a_torn_end_is_passed_over(
     assert set(read_journal(store, 2).records) == {32, 34}
     status = read_status(str(output))
     assert (status.state, status.rows_done, status.parts, status.remaining_seconds) == ("stopped", 34, 2, None)
-    generate(finished)
+    generate_in_threads(finished)
     rows = answers(output)
     assert [row["row_index"] for row in rows if row["error_type"] == "kept"] == [32, 34]
     assert [row for row in rows if row["error_type"] is None] == [
@@ -121,7 +123,7 @@ def test_a_shard_whose_journal_is_complete_is_committed_without_decoding(finishe
     for row_index in range(32, 40):
         journal.append(encode_row(ResultRow(RowFailure(row_index, "kept", "from the journal"), 0, 1)))
     journal.close()
-    generate(finished)
+    generate_in_threads(finished)
     assert [row["error_type"] for row in answers(output)[32:]] == ["kept"] * 8
 
 
@@ -136,11 +138,11 @@ def test_a_worker_that_was_taken_for_dead_cannot_overwrite_a_part(finished: RunC
 
 def test_r08_overwrite_discards_what_is_ours_and_nothing_else(write_prompts: WritePrompts, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    generate(fake_config(write_prompts(100), output, shard_rows=10))
+    generate_in_threads(fake_config(write_prompts(100), output, shard_rows=10))
     (output / "notes.txt").write_text("mine")
     (output / "part-of-my-own.parquet").write_text("mine too")
     config = with_parts(fake_config(write_prompts(30), output, workers=4), output={"overwrite": True})
-    summary = generate(config)
+    summary = generate_in_threads(config)
     assert summary.rows.job.rows == 30
     assert [row["row_index"] for row in answers(output)] == list(range(30))
     assert (output / "notes.txt").read_text() == "mine"
@@ -153,7 +155,7 @@ def test_r08_overwrite_of_a_directory_that_is_not_ours_is_refused(write_prompts:
     output.mkdir()
     (output / "part-00000.parquet").write_text("of somebody else")
     with pytest.raises(UsageError, match="directory of its own"):
-        generate(with_parts(fake_config(write_prompts(3), output), output={"overwrite": True}))
+        generate_in_threads(with_parts(fake_config(write_prompts(3), output), output={"overwrite": True}))
     assert (output / "part-00000.parquet").read_text() == "of somebody else"
 
 
@@ -162,34 +164,30 @@ def test_r08_a_part_that_does_not_belong_fails_the_last_check(finished: RunConfi
     (output / "_SUCCESS").unlink()
     shutil.copy(output / "part-00002.parquet", output / "part-00007.parquet")
     with pytest.raises(BatchspecError, match="part-00007"):
-        generate(finished)
+        generate_in_threads(finished)
     assert not (output / "_SUCCESS").exists()
-
-
-FLAKY = """
-def fail(request):
-    if request.row_index in (3, 4, 20):
-        raise fake.RowError("flaky", "try again")
-    return answer(request)
-fake.answer = fail
-"""
 
 
 def test_error_rows_are_decoded_again_on_request_and_good_rows_stay(
     write_prompts: WritePrompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = fake_config(write_prompts(40), tmp_path / "out")
+
+    def fail(request: Request) -> Answer:
+        if request.row_index in (3, 4, 20):
+            raise RowError("flaky", "try again")
+        return fake_answers.answer(request)
+
     with monkeypatch.context() as patched:
-        for name, value in environment_with(tmp_path / "faults", FLAKY).items():
-            patched.setenv(name, value)
-        generate(config)
+        patched.setattr(fake, "answer", fail)
+        generate_in_threads(config)
     output = tmp_path / "out"
     assert [row["row_index"] for row in answers(output) if row["error_type"]] == [3, 4, 20]
-    summary = generate(config)
+    summary = generate_in_threads(config)
     assert (summary.rows.job.error_rows, len(summary.attempts)) == (3, 1)
 
-    summary = generate(with_parts(config, run={"retry_errors": True}))
-    generate(fake_config(Path(config.input.inputs[0]), tmp_path / "plain"))
+    summary = generate_in_threads(with_parts(config, run={"retry_errors": True}))
+    generate_in_threads(fake_config(Path(config.input.inputs[0]), tmp_path / "plain"))
     assert answers(output) == answers(tmp_path / "plain")
     assert [row for row, attempt in enumerate(attempts_of(output)) if attempt == 2] == [3, 4, 20]
     assert (summary.rows.job.error_rows, len(summary.attempts)) == (0, 2)
@@ -226,8 +224,8 @@ def test_r12_a_full_disk_is_exit_1_leaves_no_damaged_part_and_the_job_goes_on_la
     assert "Traceback" not in done.stderr
     assert all(pq.read_table(part).num_rows == 16 for part in output.glob("part-*"))
     assert list((output / "_batchspec" / "tmp").iterdir()) == []
-    assert run_cli("generate", path, "-o", output, "--engine", "fake").returncode == 0
-    generate(fake_config(path, tmp_path / "plain"))
+    generate_in_threads(with_parts(fake_config(path, output), engine={"max_batch": 32}))
+    generate_in_threads(fake_config(path, tmp_path / "plain"))
     assert answers(output) == answers(tmp_path / "plain")
 
 
@@ -243,5 +241,5 @@ def test_an_output_that_cannot_be_written_is_exit_1(write_prompts: WritePrompts,
 def test_a_damaged_manifest_is_exit_2_and_says_what_to_do(finished: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "out" / "_batchspec" / "manifest.json").write_text("{")
     with pytest.raises(MismatchError, match="--overwrite"):
-        generate(finished)
-    assert generate(with_parts(finished, output={"overwrite": True})).rows.job.rows == 40
+        generate_in_threads(finished)
+    assert generate_in_threads(with_parts(finished, output={"overwrite": True})).rows.job.rows == 40

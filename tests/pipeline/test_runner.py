@@ -13,6 +13,7 @@ from batchspec.io.results import load_results
 from batchspec.pipeline.runner import generate, refuse_too_many_errors
 from batchspec.types import Method
 from tests.pipeline.jobs import WritePrompts, answers, fake_config, with_parts
+from tests.pipeline.threads import generate_in_threads
 
 
 def test_r01_bad_rows_become_error_rows_and_the_others_are_answered(
@@ -23,7 +24,7 @@ def test_r01_bad_rows_become_error_rows_and_the_others_are_answered(
     messages[9] = [{"role": None, "content": None}]
     chat = pa.array(messages, pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})))
     output = tmp_path / "out"
-    summary = generate(fake_config(write_prompts(prompts, messages=chat), output, shard_rows=3))
+    summary = generate_in_threads(fake_config(write_prompts(prompts, messages=chat), output, shard_rows=3))
     rows = load_results(str(output)).to_pylist()
     assert [row["row_index"] for row in rows] == list(range(10))
     assert {row["row_index"]: row["error_type"] for row in rows if row["error_type"]} == {
@@ -43,10 +44,10 @@ def test_r05_a_job_with_other_settings_is_refused_naming_old_and_new(
 ) -> None:
     path = write_prompts(20)
     config = fake_config(path, tmp_path / "out")
-    generate(config)
+    generate_in_threads(config)
     before = answers(tmp_path / "out")
     with pytest.raises(MismatchError) as caught:
-        generate(with_parts(config, sampling={"max_new_tokens": 3, "temperature": 0.5}))
+        generate_in_threads(with_parts(config, sampling={"max_new_tokens": 3, "temperature": 0.5}))
     message = str(caught.value)
     assert "sampling.max_new_tokens: 512 there, 3 now" in message
     assert "sampling.temperature: 0.0 there, 0.5 now" in message
@@ -54,29 +55,29 @@ def test_r05_a_job_with_other_settings_is_refused_naming_old_and_new(
     assert "--overwrite" in message
     write_prompts(["other"] * 20)
     with pytest.raises(MismatchError, match=r"input\.content"):
-        generate(config)
+        generate_in_threads(config)
     assert answers(tmp_path / "out") == before
-    generate(with_parts(config, output={"overwrite": True}))
+    generate_in_threads(with_parts(config, output={"overwrite": True}))
     assert answers(tmp_path / "out") != before
 
 
 def test_r05_versions_must_match_unless_allowed(write_prompts: WritePrompts, tmp_path: Path) -> None:
     output = tmp_path / "out"
     config = fake_config(write_prompts(5), output)
-    generate(config)
+    generate_in_threads(config)
     manifest_path = output / "_batchspec" / "manifest.json"
     manifest = json.loads(manifest_path.read_text())
     manifest["versions"]["batchspec"] = "0.0.1"
     manifest_path.write_text(json.dumps(manifest))
     with pytest.raises(MismatchError, match=r"batchspec: '0\.0\.1' there.*(?s:.)*--allow-version-change"):
-        generate(config)
-    generate(with_parts(config, run={"allow_version_change": True}))
+        generate_in_threads(config)
+    generate_in_threads(with_parts(config, run={"allow_version_change": True}))
 
 
 def test_operational_settings_may_change_between_attempts(write_prompts: WritePrompts, tmp_path: Path) -> None:
     output = tmp_path / "out"
     config = fake_config(write_prompts(20), output, price_per_hour=1.0)
-    generate(config)
+    generate_in_threads(config)
     (output / "_SUCCESS").unlink()
     (output / "part-00001.parquet").unlink()
     changed = with_parts(
@@ -86,7 +87,7 @@ def test_operational_settings_may_change_between_attempts(write_prompts: WritePr
         routes={"method": Method.PROMPT_LOOKUP},
         output={"shard_rows": 7},
     )
-    summary = generate(changed)
+    summary = generate_in_threads(changed)
     assert summary.as_json()["price_per_hour"] == [1.0, 3.0]
     rows = load_results(str(output), ["row_index", "attempt", "method"]).to_pylist()
     assert [row["attempt"] for row in rows] == [1] * 16 + [2] * 4
@@ -118,7 +119,7 @@ def test_answers_do_not_depend_on_workers_shards_or_batch(write_prompts: WritePr
 
 def test_p13_no_rows_at_all_give_an_output_with_the_whole_schema(write_prompts: WritePrompts, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    summary = generate(fake_config(write_prompts(0), output))
+    summary = generate_in_threads(fake_config(write_prompts(0), output))
     figures = summary.as_json()
     assert (figures["rows"], figures["output_tokens_per_second"], figures["usd_per_million_output_tokens"]) == (
         0,
@@ -137,7 +138,7 @@ def test_p13_an_empty_row_group_and_an_empty_file_lose_nothing(write_prompts: Wr
     with pq.ParquetWriter(path, table.schema) as writer:
         for piece in (table, table.slice(0, 0), table):
             writer.write_table(piece)
-    generate(fake_config(path.parent, tmp_path / "out"))
+    generate_in_threads(fake_config(path.parent, tmp_path / "out"))
     assert [row["row_index"] for row in answers(tmp_path / "out")] == [0, 1, 2, 3]
 
 
@@ -145,13 +146,13 @@ def test_p17_rows_of_one_id_are_both_answered_and_ids_pass_through(write_prompts
     path = write_prompts(["one", "two", "three"], request_id=pa.array(["same", "same", None]))
     output = tmp_path / "out"
     config = fake_config(path, output, shard_rows=1)
-    generate(config)
+    generate_in_threads(config)
     whole = load_results(str(output), ["request_id", "prompt", "output_text"]).to_pylist()
     assert [row["request_id"] for row in whole] == ["same", "same", None]
     assert len({row["output_text"] for row in whole}) == 3
     (output / "_SUCCESS").unlink()
     (output / "part-00001.parquet").unlink()
-    generate(config)
+    generate_in_threads(config)
     assert load_results(str(output), ["request_id", "prompt", "output_text"]).to_pylist() == whole
 
 
@@ -168,7 +169,7 @@ def test_the_seconds_of_rows_and_lines_are_those_metered(write_prompts: WritePro
 
 def test_the_output_holds_nothing_else_that_a_reader_would_pick_up(write_prompts: WritePrompts, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    generate(fake_config(write_prompts(20), output))
+    generate_in_threads(fake_config(write_prompts(20), output))
     assert {path.name for path in output.iterdir()} == {
         "part-00000.parquet",
         "part-00001.parquet",
@@ -184,7 +185,7 @@ def test_the_output_holds_nothing_else_that_a_reader_would_pick_up(write_prompts
 
 def test_results_of_an_unfinished_job_are_refused_unless_asked_for(write_prompts: WritePrompts, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    generate(fake_config(write_prompts(20), output))
+    generate_in_threads(fake_config(write_prompts(20), output))
     (output / "_SUCCESS").unlink()
     with pytest.raises(UsageError, match="has not finished"):
         load_results(str(output))

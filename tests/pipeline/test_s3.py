@@ -30,6 +30,7 @@ from tests.pipeline.jobs import (
     with_parts,
     worker_pids,
 )
+from tests.pipeline.threads import generate_in_threads
 
 pytest_plugins = ["tests.s3"]
 
@@ -45,7 +46,7 @@ def test_a_job_from_s3_to_s3_is_the_same_as_a_local_one(
     system = s3fs.S3FileSystem()
     system.put(str(path), f"{s3_bucket}/data/in.parquet")
     source, output = f"{s3_bucket}/data/in.parquet", f"{s3_bucket}/answers/out"
-    generate(fake_config(path, tmp_path / "plain"))
+    generate_in_threads(fake_config(path, tmp_path / "plain"))
     config = fake_config(Path("x"), workers=2)
     config = with_parts(config, input={"inputs": (source,)}, output={"output": output})
     summary = generate(config)
@@ -107,7 +108,7 @@ def test_kills_on_s3_lose_no_row_and_repeat_at_most_a_flush_interval(
     path, output = write_prompts(num_rows), f"{s3_bucket}/out"
     log = tmp_path / "decoded.log"
     counting = environment_with(tmp_path / "faults", COUNT_DECODED_ROWS.format(log=str(log)))
-    generate(fake_config(path, tmp_path / "plain"))
+    generate_in_threads(fake_config(path, tmp_path / "plain"))
     store, chance = open_store(output), random.Random(3)
     system = s3fs.S3FileSystem()
     done_at_kills: list[set[int]] = []

@@ -2,7 +2,13 @@
 
 import queue
 import threading
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
 
+from batchspec.accounting.summary import JobSummary
+from batchspec.config import RunConfig
+from batchspec.pipeline import runner, session
 from batchspec.pipeline.messages import Event, FromWorker, ToWorker, WorkerDied, WorkerSpec
 from batchspec.pipeline.worker import run_worker
 
@@ -54,3 +60,13 @@ class ThreadExecutor:
 
     def close(self) -> None:
         self._links.clear()
+
+
+def workers_as_threads() -> AbstractContextManager[Any]:
+    """Within it, jobs of this process run on threads."""
+    return patch.object(session, "new_executor", lambda options: ThreadExecutor())
+
+
+def generate_in_threads(config: RunConfig) -> JobSummary:
+    with workers_as_threads():
+        return runner.generate(config)
