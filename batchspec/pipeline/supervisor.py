@@ -240,7 +240,7 @@ class Supervisor:
             decoding = worker.report is not None and worker.in_flight and not worker.finished
             if decoding and now - worker.stepped_at > self._options.step_timeout:
                 seconds = now - worker.stepped_at
-                logger.warning("worker %d: no step ended for %.0f s (--step-timeout)", worker.spec.worker, seconds)
+                worker.failure = Failed(f"no step ended for {seconds:.0f} s (--step-timeout), so it was killed", "")
                 worker.stepped_at = now
                 self._executor.kill(worker.spec.worker)
 
