@@ -46,7 +46,7 @@ class Deaths:
         description = f"worker {worker} {_cause(exit_code, failure)} with {_names(shards)}"
         self.descriptions.append(description)
         self._num_unexplained += 1
-        if failure is not None and not self._first_traceback:
+        if failure is not None and failure.traceback and not self._first_traceback:
             self._first_traceback = f"\nFirst traceback:\n{failure.traceback.rstrip()}"
         with storage_faults(self._store):
             blamed = self._note_suspects(worker, shards, set(in_flight), _cause(exit_code, failure))

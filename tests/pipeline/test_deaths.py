@@ -12,6 +12,8 @@ import pytest
 from batchspec.config import RunConfig
 from batchspec.errors import UsageError, WorkerError
 from batchspec.io.results import load_results
+from batchspec.io.store import LocalStore
+from batchspec.pipeline.attempts import load_attempts
 from batchspec.pipeline.runner import generate
 from tests.pipeline.faults import environment_with
 from tests.pipeline.jobs import (
@@ -181,6 +183,8 @@ def test_a_hung_step_is_given_up_and_the_rows_are_decoded_again(
         "fake.answer = hang_once"
     )
     generate(fake_config(path, output, step_timeout=1.0))
+    (death,) = load_attempts(LocalStore(output))[0].worker_deaths
+    assert "no step ended for" in death
     assert answers(output) == undisturbed(path, tmp_path / "plain")
 
 
