@@ -82,7 +82,7 @@ class Audit:
     dtype: str
     acceptance_rule: str
     noise_logits: float
-    noise_tokens: int
+    noise_positions: int
     device_seconds: float
     groups: Mapping[tuple[str, str, str], Counts]
     faults: Sequence[Fault] = field(default_factory=tuple)
@@ -114,7 +114,7 @@ class Audit:
             "dtype": self.dtype,
             "acceptance_rule": self.acceptance_rule,
             "noise_logits": self.noise_logits,
-            "noise_tokens": self.noise_tokens,
+            "noise_positions": self.noise_positions,
             "device_seconds": self.device_seconds,
             **_counts_as_json(total),
             "groups": [
@@ -132,7 +132,7 @@ class Audit:
             *(columns(cells, _WIDTHS) for cells in self._lines()),
             f"Reference: a plain {self.dtype} forward of transformers with eager attention over prompt and output. A "
             f"near-tie is a token that rounding can bring about: another was at most {self.noise_logits:.3g} logits "
-            f"ahead, twice the largest effect of {self.dtype} on a difference between logits at {self.noise_tokens:,} "
+            f"ahead, twice the largest effect of {self.dtype} on a difference between logits at {self.noise_positions:,} "
             "positions of these rows. `widest` is the largest such lead.",
         ]
         if any(check == SUPPORT for _, _, check in self.groups):
