@@ -60,7 +60,7 @@ def _of_failure(value: Callable[[RowFailure], Any]) -> Callable[[ResultRow], Any
     return lambda row: value(row.outcome) if isinstance(row.outcome, RowFailure) else None
 
 
-def _of_times(value: Callable[[StepTimes], float]) -> Callable[[ResultRow], float]:
+def _of_times(value: Callable[[StepTimes], float | None]) -> Callable[[ResultRow], float | None]:
     """Device time counts for error rows too: it was spent (0 where the row never got so far)."""
     return lambda row: value(row.outcome.times)
 
@@ -134,7 +134,8 @@ RESULT_COLUMNS = (
     Column("time_per_output_token_seconds", _NUMBER, "seconds per token", _of_answer(_time_per_output_token),
            "(e2e - first token) / (output tokens - 1); null below two tokens"),
     Column("prefill_seconds", _NUMBER, "seconds", _of_times(lambda t: t.prefill_seconds), "share of prefill"),
-    Column("draft_seconds", _NUMBER, "seconds", _of_times(lambda t: t.draft_seconds), "share of drafting"),
+    Column("draft_seconds", _NUMBER, "seconds", _of_times(lambda t: t.draft_seconds),
+           "share of drafting; null where the engine does not part it from verifying"),
     Column("verify_seconds", _NUMBER, "seconds", _of_times(lambda t: t.verify_seconds),
            "share of target steps after the prefill"),
     Column("overhead_seconds", _NUMBER, "seconds", _of_times(lambda t: t.overhead_seconds),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from batchspec.config import RunConfig
+from batchspec.config import RouteConfig, RunConfig
 from batchspec.engine import ENGINES
 from batchspec.errors import UsageError
 from batchspec.profile.policy import static_policy
+from batchspec.types import Method
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ACCEPTANCE_RULES = ("coupled", "rejection")
@@ -22,6 +23,7 @@ def check_config(config: RunConfig) -> None:
         *_range_problems(config),
         *_choice_problems(config),
         *_route_problems(config),
+        *_vllm_problems(config),
     ]
     if problems:
         raise UsageError("\n".join(problems))
@@ -68,6 +70,22 @@ def _choice_problems(config: RunConfig) -> Iterator[str]:
     for name, (value, known) in choices.items():
         if value not in known:
             yield f"{name} must be one of {', '.join(known)}, got {value!r}"
+
+
+def _vllm_problems(config: RunConfig) -> Iterator[str]:
+    if config.engine.engine != "vllm":
+        if config.engine.vllm_arg:
+            yield "--vllm-arg needs --engine vllm"
+        return
+    if config.routes.profile != RouteConfig().profile:
+        yield "--profile: --engine vllm follows --method and --routes alone"
+    if not _route_problems(config):
+        policy = static_policy(config.routes, config.engine.draft_model)
+        if Method.LOOKUP_THEN_DRAFT in {route.method for route in (policy.default, *policy.by_class.values())}:
+            yield "--engine vllm has no lookup-then-draft: use prompt-lookup or draft-model"
+    for argument in config.engine.vllm_arg:
+        if not argument.partition("=")[0].isidentifier() or "=" not in argument:
+            yield f"--vllm-arg {argument!r} is not of the form name=value"
 
 
 def _route_problems(config: RunConfig) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from batchspec.io.parser import RowParser
 from batchspec.io.reader import InputReader
@@ -19,14 +19,22 @@ class ShardFeed:
     """The engine's RequestSource, and the place where its outcomes come back to.
 
     A further shard is asked for when at most `lookahead_rows` are left to admit. Rows that cannot be requests never
-    reach the engine.
+    reach the engine, and rows that `serves` declines are left to another engine.
     """
 
-    def __init__(self, link: Link, book: ShardBook, spec: WorkerSpec, lookahead_rows: int) -> None:
+    def __init__(
+        self,
+        link: Link,
+        book: ShardBook,
+        spec: WorkerSpec,
+        lookahead_rows: int,
+        serves: Callable[[Request], bool],
+    ) -> None:
         self._link = link
         self._book = book
         self._spec = spec
         self._lookahead_rows = lookahead_rows
+        self._serves = serves
         self._parser = RowParser(spec.config.input, spec.config.sampling)
         self._reader = InputReader(spec.inputs)
         self._classifier = RequestClassifier()
@@ -71,6 +79,14 @@ class ShardFeed:
         self.counters = self.counters.plus(outcome)
         if self._book.finish(opened, row):
             self._link.send(Committed(opened.shard.index))
+        else:
+            self._set_aside_if_done(opened)
+
+    def _set_aside_if_done(self, opened: OpenShard) -> None:
+        """A shard whose remaining rows are all another engine's is done with."""
+        if opened.waits_for_others and not any(shard is opened for shard, _ in self._in_flight.values()):
+            self._book.set_aside(opened)
+            self._link.send(Committed(opened.shard.index, whole=False))
 
     def _receive(self, wait: bool) -> bool:
         message = self._link.receive(wait)
@@ -107,9 +123,12 @@ class ShardFeed:
             self._link.send(Committed(opened.shard.index))
             return
         suspects: list[Request] = []
+        declined = False
         for parsed in self._undone_rows(opened):
             if isinstance(parsed, RowFailure):
                 self._finish(opened, parsed, None)
+            elif not self._serves(parsed):
+                declined = True
             elif parsed.row_index in opened.suspects:
                 suspects.append(parsed)
             else:
@@ -120,6 +139,9 @@ class ShardFeed:
             yield self._admit(opened, request)
         while suspects and self._in_flight:
             yield None
+        if declined:
+            opened.waits_for_others = True
+            self._set_aside_if_done(opened)
 
     def _admit(self, opened: OpenShard, request: Request) -> Request:
         if self.first_admitted_at is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import batchspec
 from batchspec.config import RunConfig
+from batchspec.engine.versions import vllm_version
 from batchspec.errors import MismatchError
 from batchspec.io.inputs import InputSet
 from batchspec.io.schema import SCHEMA_VERSION
@@ -44,7 +45,10 @@ def job_identity(config: RunConfig, inputs: InputSet, model_path: Path | None) -
         "model": model_identity(model_path),
         "result_schema_version": SCHEMA_VERSION,
     }
-    if engine.acceptance_rule == "rejection":  # under this rule alone the text depends on the route
+    if engine.engine == "vllm":
+        identity["vllm_arg"] = list(engine.vllm_arg)
+    samples_by_rejection = engine.engine == "vllm" and not config.sampling.greedy
+    if engine.acceptance_rule == "rejection" or samples_by_rejection:  # then alone the text depends on the route
         identity["routes"] = _as_json(asdict(config.routes))
     return identity
 
@@ -54,6 +58,8 @@ def job_versions(config: RunConfig, device_type: str) -> dict[str, str]:
     versions = {"batchspec": batchspec.__version__, "device_type": device_type}
     if config.engine.engine != "fake":
         versions |= {name: metadata.version(name) for name in ("torch", "transformers")}
+    if config.engine.engine == "vllm":
+        versions["vllm"] = vllm_version()
     return versions
 
 

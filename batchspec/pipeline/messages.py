@@ -8,13 +8,14 @@ from typing import Protocol
 
 from batchspec.config import RunConfig
 from batchspec.io.inputs import InputSet
-from batchspec.types import Completion, EngineInfo, Outcome
+from batchspec.types import Completion, EngineInfo, Outcome, Route
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """All that a worker needs. `worker` numbers its place, which a successor takes over when it dies.
 
+    `route` limits it to the rows that take this route, where its engine serves one route alone.
     `spawned_at` is the monotonic clock of this machine: the worker's seconds are metered from there on.
     """
 
@@ -30,6 +31,7 @@ class WorkerSpec:
     spawned_at: float
     parent_pid: int
     part_metadata: Mapping[str, str]
+    route: Route | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,10 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
+    """The worker is done with a shard. Not `whole`: its part waits for rows that this engine does not serve."""
+
     shard: int
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)

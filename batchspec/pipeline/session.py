@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import batchspec
@@ -22,11 +22,13 @@ from batchspec.pipeline.display import Display
 from batchspec.pipeline.executors import new_executor
 from batchspec.pipeline.interrupts import Interrupts
 from batchspec.pipeline.lock import OutputLock
-from batchspec.pipeline.messages import Shard, WorkerSpec
+from batchspec.pipeline.messages import Counters, Shard, WorkerSpec
 from batchspec.pipeline.meter import AttemptMeter
+from batchspec.pipeline.phases import Phase, plan_phases
 from batchspec.pipeline.plan import Manifest, to_json
 from batchspec.pipeline.supervisor import Supervisor
 from batchspec.pipeline.timeline import Timeline
+from batchspec.types import Route
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ class Session:
         self._places = places
         self._meter = AttemptMeter([place.device_share for place in places], started_at)
         self._deaths = Deaths(store, attempt.attempt, attempt.price_per_hour, config.run.max_worker_deaths)
-        self._supervisor: Supervisor | None = None
+        self._supervisors: list[Supervisor] = []
+        self._route: Route | None = None
         self._timeline = Timeline()
         self._saved_at = 0.0
         self.part_metadata = self._part_metadata()
@@ -63,17 +66,29 @@ class Session:
 
         def on_tick() -> None:
             lock.check()
-            supervisor = self._supervisor
-            if supervisor is not None:
-                self._note_progress(supervisor)
-                display.show(supervisor.counters, self._meter.metered())
+            self._note_progress()
+            display.show(self._counters, self._meter.metered())
             if time.monotonic() - self._saved_at >= REFRESH_SECONDS:
                 self._save()
 
         self._save()
-        executor = new_executor(self._config.run)
         try:
-            self._supervisor = Supervisor(
+            phases = plan_phases(self._config, self._inputs)
+            for number, phase in enumerate(phases, start=1):
+                if len(phases) > 1:
+                    logger.info("phase %d of %d: %s", number, len(phases), phase.title)
+                shards = self._run_phase(phase, shards, interrupts, on_tick)
+        finally:
+            display.close()
+
+    def _run_phase(
+        self, phase: Phase, shards: Sequence[Shard], interrupts: Interrupts, on_tick: Callable[[], None]
+    ) -> list[Shard]:
+        """Answer the rows of a phase; the shards that need a further one."""
+        executor = new_executor(self._config.run)
+        self._route = phase.route
+        try:
+            supervisor = Supervisor(
                 executor,
                 self._new_spec,
                 shards,
@@ -83,10 +98,13 @@ class Session:
                 interrupts,
                 on_tick,
             )
-            self._supervisor.run()
+            self._supervisors.append(supervisor)
+            supervisor.run()
         finally:
             executor.close()
-            display.close()
+        for place in self._meter.places:
+            place.ended("idle")
+        return supervisor.left_over
 
     def end(self, reason: str) -> None:
         """Close the books: everything after the workers was the parent's."""
@@ -116,6 +134,7 @@ class Session:
             spawned_at=spawned_at,
             parent_pid=os.getpid(),
             part_metadata=self.part_metadata,
+            route=self._route,
         )
 
     def _part_metadata(self) -> dict[str, str]:
@@ -131,24 +150,29 @@ class Session:
             "price_per_hour": json.dumps(config.run.price_per_hour),
         }
 
-    def _note_progress(self, supervisor: Supervisor) -> None:
-        counters = supervisor.counters
+    @property
+    def _counters(self) -> Counters:
+        return sum((supervisor.counters for supervisor in self._supervisors), start=Counters())
+
+    def _note_progress(self) -> None:
+        counters = self._counters
         elapsed = time.time() - self._attempt.started_at
-        self._timeline.note((elapsed, counters.rows, counters.output_tokens, supervisor.num_in_flight))
+        num_in_flight = self._supervisors[-1].num_in_flight
+        self._timeline.note((elapsed, counters.rows, counters.output_tokens, num_in_flight))
 
     def _save(self) -> None:
-        attempt, supervisor = self._attempt, self._supervisor
+        attempt, supervisors = self._attempt, self._supervisors
         metered = self._meter.metered()
         attempt.metered_seconds, attempt.line_seconds = metered.total_seconds, metered.line_seconds
         attempt.worker_deaths = self._deaths.descriptions
-        if supervisor is not None:
-            counters = supervisor.counters
+        if supervisors:
+            counters = self._counters
             attempt.rows, attempt.error_rows = counters.rows, counters.error_rows
             attempt.input_tokens, attempt.output_tokens = counters.input_tokens, counters.output_tokens
             attempt.target_steps = counters.target_steps
             attempt.row_device_seconds = counters.row_device_seconds
-            attempt.decode_wall_seconds = supervisor.decode_wall_seconds
-            attempt.engines = [asdict(engine) for engine in supervisor.engines]
+            attempt.decode_wall_seconds = sum(supervisor.decode_wall_seconds for supervisor in supervisors)
+            attempt.engines = [asdict(engine) for supervisor in supervisors for engine in supervisor.engines]
             attempt.timeline = self._timeline.samples
         attempt.save(self._store)
         self._saved_at = time.monotonic()

@@ -62,13 +62,15 @@ def read_segments(inputs: InputSet, reader: InputReader, shard: Shard) -> Iterat
 
 @dataclass(slots=True)
 class OpenShard:
-    """A shard under way. `suspects` are rows that were in a worker when it died: they are decoded last, each alone."""
+    """A shard under way. `suspects` are rows that were in a worker when it died: they are decoded last, each alone.
+    It `waits_for_others` once all that is left of it to admit belongs to another engine."""
 
     shard: Shard
     journal: JournalWriter
     records: dict[int, bytes]
     kept: KeptRows
     suspects: frozenset[int] = field(default_factory=frozenset)
+    waits_for_others: bool = False
 
     def is_done(self, row_index: int) -> bool:
         return row_index in self.records or row_index in self.kept.row_indices
@@ -129,6 +131,12 @@ class ShardBook:
             remove_kept_rows(self._store, shard.index)
         del self._open[shard.index]
         return True
+
+    def set_aside(self, opened: OpenShard) -> None:
+        """Leave an incomplete shard to another worker, with its rows so far in the journal."""
+        with storage_faults(self._store):
+            opened.journal.close()
+        del self._open[opened.shard.index]
 
     def flush_if_due(self) -> None:
         for opened in list(self._open.values()):

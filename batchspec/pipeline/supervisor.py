@@ -64,8 +64,10 @@ class _Worker:
 
 
 class Supervisor:
-    """Sees `shards` through on one worker per meter. `new_spec` makes the spec of a worker that starts now; `on_tick`
-    is called several times a second."""
+    """Sees `shards` through on one worker per meter; `left_over` are those that wait for rows of other routes.
+
+    `new_spec` makes the spec of a worker that starts now; `on_tick` is called several times a second.
+    """
 
     def __init__(
         self,
@@ -85,6 +87,7 @@ class Supervisor:
         self._deaths = deaths
         self._interrupts = interrupts
         self._on_tick = on_tick
+        self.left_over: list[Shard] = []
         self._stop_at: float | None = None
         self._told_no_more = False
         self._first_admitted_at = math.inf
@@ -144,7 +147,9 @@ class Supervisor:
                 worker.hungry = True
                 self._assign()
             case Committed():
-                del worker.shards[message.shard]
+                shard = worker.shards.pop(message.shard)
+                if not message.whole:
+                    self.left_over.append(shard)
             case Report():
                 self._on_report(worker, message)
             case Ready():

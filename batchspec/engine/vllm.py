@@ -1,0 +1,289 @@
+"""vLLM as an engine: its offline LLM, fed row by row, one route per engine.
+
+A vLLM engine speculates for all of its rows or for none, and with speculation built in a target-only row is slower than
+in a plain engine. So an engine serves the rows of one route; a job with several routes serves them one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from batchspec.config import EngineConfig
+from batchspec.engine.load import free_memory_bytes, load_tokenizer, refuse_other_token_map
+from batchspec.engine.meter import Meter
+from batchspec.engine.prompts import OutputDecoder, PromptEncoder
+from batchspec.engine.versions import vllm_version
+from batchspec.engine.vllm_routes import TARGET_ONLY_REASON, engine_key, needs_target_only
+from batchspec.engine.vllm_rows import VllmRow, vllm_seed
+from batchspec.errors import RowError, UsageError
+from batchspec.types import (
+    EngineInfo,
+    Method,
+    Outcome,
+    Request,
+    RequestSource,
+    Route,
+    RoutePolicy,
+    RowFailure,
+    StepAttribution,
+)
+from batchspec.workload import RequestClassifier
+
+_KV_SHARE_CPU = 0.3
+_MAX_LOOKUP_MATCH = 3
+
+
+class VllmEngine:
+    """Decodes the rows of one route with `llm`. Requests wait inside vLLM, so that it refills a slot by itself."""
+
+    def __init__(
+        self,
+        llm: Any,
+        route: Route,
+        encoder: PromptEncoder,
+        decoder: OutputDecoder,
+        attribution: StepAttribution,
+        meter: Meter,
+        info: EngineInfo,
+    ) -> None:
+        self._engine = llm.llm_engine
+        self._route = route
+        self._encoder = encoder
+        self._decoder = decoder
+        self._attribution = attribution
+        self._meter = meter
+        self._info = info
+        self._classifier = RequestClassifier()
+        self._rows: dict[str, VllmRow] = {}
+        self._encoded: tuple[int, list[int]] | None = None
+        self._overhead_seconds = 0.0
+        self._forward_seconds = 0.0
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def metered_seconds(self) -> Mapping[str, float]:
+        return dict(self._meter.seconds)
+
+    def serves(self, request: Request, policy: RoutePolicy) -> bool:
+        """Whether this engine is the one for the row; rows that turn out bad are anybody's."""
+        try:
+            route = self._route_of(request, self._encode(request), policy)
+        except RowError:
+            return True
+        return engine_key(route) == engine_key(self._route)
+
+    def run(self, source: RequestSource, policy: RoutePolicy) -> Iterator[Outcome]:
+        """Decode until the source ends. While the caller handles an outcome the device is idle."""
+        ended = False
+        while not ended or self._rows:
+            self._meter.lap("idle")
+            failures, ended = self._admit(source, policy)
+            yield from failures
+            if self._rows:
+                self._meter.lap("idle")
+                yield from self._step()
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._meter.lap("idle")
+        self._engine.engine_core.shutdown()
+
+    def _admit(self, source: RequestSource, policy: RoutePolicy) -> tuple[list[Outcome], bool]:
+        """Hand rows to vLLM: its batch, and a quarter more to wait. Also whether the source has ended."""
+        failures: list[Outcome] = []
+        room = self._info.max_batch + max(1, self._info.max_batch // 4)
+        while len(self._rows) < room and not failures:
+            request = source.take(wait=False)
+            if request is None:
+                if self._rows:
+                    break
+                request = source.take(wait=True)
+                self._meter.lap("idle")
+                if request is None:
+                    return failures, True
+            try:
+                self._add(request, policy)
+            except RowError as error:
+                failures.append(RowFailure(request.row_index, error.error_type, error.message))
+        if self._rows:
+            self._overhead_seconds += self._meter.lap()
+        else:
+            self._meter.lap("failed")
+        return failures, False
+
+    def _add(self, request: Request, policy: RoutePolicy) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        admitted_at = perf_counter()
+        prompt_ids = self._encode(request)
+        row = VllmRow(request, self._route_of(request, prompt_ids, policy), prompt_ids, admitted_at)
+        asked = request.sampling
+        params = SamplingParams(
+            temperature=0.0 if asked.greedy else asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            min_p=asked.min_p,
+            repetition_penalty=asked.repetition_penalty,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            logit_bias=dict(asked.logit_bias) or None,
+            seed=vllm_seed(request),
+            stop=list(asked.stop) or None,
+            max_tokens=asked.max_new_tokens,
+            min_tokens=asked.min_new_tokens,
+            detokenize=bool(asked.stop),
+            output_kind=RequestOutputKind.DELTA,
+        )
+        name = str(request.row_index)
+        try:
+            self._engine.add_request(name, {"prompt_token_ids": prompt_ids}, params)
+        except ValueError as error:
+            raise RowError("bad_sampling", f"vLLM refuses the row's settings: {error}") from None
+        self._rows[name] = row
+
+    def _step(self) -> list[Outcome]:
+        """One step of vLLM; the completions of the rows that ended in it."""
+        self._overhead_seconds += self._meter.lap()
+        outputs = [output for output in self._engine.step() if output.outputs[0].token_ids or output.finished]
+        self._forward_seconds += self._meter.lap()
+        rows = [self._rows[output.request_id] for output in outputs]
+        self._charge(rows)
+        now = perf_counter()
+        completions: list[Outcome] = []
+        for row, output in zip(rows, outputs, strict=True):
+            self._commit(row, output, len(rows), now)
+            if output.finished:
+                del self._rows[output.request_id]
+                completions.append(row.completion(output, self._decoder, now))
+        return completions
+
+    def _charge(self, rows: Sequence[VllmRow]) -> None:
+        """Share the seconds since the last tokens among the rows that have got one now."""
+        if not rows:
+            return
+        shares = self._attribution.shares([row.num_positions for row in rows], [row.context_tokens for row in rows])
+        for row, share in zip(rows, shares, strict=True):
+            forward, overhead = self._forward_seconds * share, self._overhead_seconds * share
+            self._meter.seconds[row.charge(forward, overhead)] += forward
+            self._meter.seconds["overhead"] += overhead
+        self._forward_seconds = self._overhead_seconds = 0.0
+
+    def _commit(self, row: VllmRow, output: Any, num_live: int, now: float) -> None:
+        if not row.step_tokens:
+            row.first_token_at = now
+            row.cached_input_tokens = output.num_cached_tokens or 0
+            if output.metrics is not None:
+                row.queue_seconds = output.metrics.scheduled_ts - output.metrics.queued_ts
+        token_ids = output.outputs[0].token_ids
+        row.token_ids += token_ids
+        row.sum_live += num_live
+        row.step_tokens.append(len(token_ids))
+
+    def _encode(self, request: Request) -> list[int]:
+        if self._encoded is None or self._encoded[0] != request.row_index:
+            self._encoded = (request.row_index, self._encoder.encode(request))
+        return self._encoded[1]
+
+    def _route_of(self, request: Request, prompt_ids: Sequence[int], policy: RoutePolicy) -> Route:
+        if needs_target_only(request.sampling):
+            return Route(Method.TARGET_ONLY, reason=TARGET_ONLY_REASON)
+        budget = request.sampling.max_new_tokens
+        cell = self._classifier.classify(request.request_class, len(prompt_ids), budget).cell
+        return policy.route(cell, self._info.max_batch)
+
+
+def load_vllm_engine(
+    config: EngineConfig,
+    route: Route,
+    device: str,
+    device_share: float,
+    attribution: StepAttribution,
+) -> VllmEngine:
+    """Load vLLM for the rows of `route`; its seconds go to the line `load`."""
+    meter = Meter(device_share)
+    batch_invariant = True if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else None
+    if config.require_exact and not batch_invariant:
+        raise UsageError("--require-exact: vLLM's results depend on the batch unless VLLM_BATCH_INVARIANT=1 is set")
+    tokenizer = load_tokenizer(Path(config.model))
+    if config.draft_model is not None and route.method is Method.DRAFT_MODEL and _has_tokenizer(config.draft_model):
+        refuse_other_token_map(tokenizer, load_tokenizer(Path(config.draft_model)))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    options = llm_options(config, route, device, device_share)
+    if device == "cpu":
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # as many threads as OMP_NUM_THREADS says
+    from vllm import LLM
+
+    try:
+        llm = LLM(config.model, **options)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--engine vllm cannot load {config.model}: {error}") from error
+    meter.lap("load")
+    info = EngineInfo(
+        engine="vllm",
+        model=config.model,
+        dtype=str(llm.model_config.dtype).removeprefix("torch."),
+        device=device,
+        max_batch=config.max_batch,
+        batch_invariant=batch_invariant,
+        draft_model=config.draft_model if route.method is Method.DRAFT_MODEL else None,
+        versions={"vllm": vllm_version()},
+        notes=(f"serves {route.method.value}, {route.num_speculative_tokens} speculative tokens",),
+    )
+    encoder = PromptEncoder(tokenizer, llm.model_config.max_model_len, config.neutralize_special_tokens)
+    return VllmEngine(llm, route, encoder, OutputDecoder(tokenizer), attribution, meter, info)
+
+
+def llm_options(config: EngineConfig, route: Route, device: str, device_share: float) -> dict[str, Any]:
+    """The keyword arguments of vLLM's LLM; `--vllm-arg` has the last word."""
+    options: dict[str, Any] = {
+        "dtype": config.dtype,
+        "max_num_seqs": config.max_batch,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "disable_log_stats": False,
+    }
+    if config.kv_memory_bytes is not None:
+        options["kv_cache_memory_bytes"] = config.kv_memory_bytes
+    elif device == "cpu":
+        options["kv_cache_memory_bytes"] = int(free_memory_bytes() * _KV_SHARE_CPU * device_share)
+    if route.method is not Method.TARGET_ONLY:
+        options["speculative_config"] = speculative_config(config, route)
+        options["per_request_spec_decode_metrics"] = "detailed"
+    return options | parse_vllm_args(config.vllm_arg)
+
+
+def speculative_config(config: EngineConfig, route: Route) -> dict[str, Any]:
+    """vLLM's `speculative_config`. It finds out itself whether a drafter's directory holds a model or an EAGLE head."""
+    k = route.num_speculative_tokens
+    if route.method is Method.PROMPT_LOOKUP:
+        longest = max(route.min_match_tokens, _MAX_LOOKUP_MATCH)
+        lookup = {"prompt_lookup_min": route.min_match_tokens, "prompt_lookup_max": longest}
+        return {"method": "ngram", "num_speculative_tokens": k, **lookup}
+    if route.method is Method.DRAFT_MODEL:
+        return {"model": config.draft_model, "num_speculative_tokens": k}
+    raise UsageError(f"--engine vllm has no {route.method.value.replace('_', '-')}: use prompt-lookup or draft-model")
+
+
+def parse_vllm_args(arguments: Sequence[str]) -> dict[str, Any]:
+    """`name=value` pairs; a value that is JSON is taken as such, anything else is text."""
+    options: dict[str, Any] = {}
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+def _has_tokenizer(path: str) -> bool:
+    return (Path(path) / "tokenizer.json").is_file() or (Path(path) / "tokenizer_config.json").is_file()
