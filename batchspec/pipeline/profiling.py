@@ -15,6 +15,7 @@ from batchspec.errors import InputError, UsageError
 from batchspec.io.inputs import resolve_inputs
 from batchspec.io.parser import RowParser
 from batchspec.io.reader import InputReader
+from batchspec.io.store import Store
 from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.devices import device_type, worker_places
 from batchspec.pipeline.identity import model_identity
@@ -27,6 +28,7 @@ from batchspec.profile.store import fingerprint_differences, load_profile, refus
 from batchspec.types import Method, Request, RoutePolicy
 
 NO_PROFILE = "none"
+PROFILE_COPY_NAME = "_batchspec/profile.json"
 
 # Rows of the input that a sample is drawn from.
 _MOST_ROWS_READ = 20_000
@@ -61,6 +63,12 @@ def check_profile(config: RunConfig) -> RunConfig:
         return replace(config, routes=routes)
     refuse_stale_profile(str(path), profile, now)
     return replace(config, routes=replace(config.routes, profile=str(path)))
+
+
+def keep_profile(config: RunConfig, store: Store) -> None:
+    """Copy the profile that an attempt is routed by into its output."""
+    if config.routes.profile != NO_PROFILE:
+        store.write(PROFILE_COPY_NAME, Path(config.routes.profile).read_bytes())
 
 
 def run_fingerprint(config: RunConfig) -> dict[str, str]:

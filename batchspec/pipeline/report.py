@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 
 from batchspec.errors import BatchspecError, UsageError
 from batchspec.io.results import class_column
-from batchspec.io.store import open_store, storage_faults
+from batchspec.io.store import Store, open_store, storage_faults
 from batchspec.io.writer import SUCCESS_NAME, part_name
 from batchspec.pipeline.attempts import Attempt, load_attempts
 from batchspec.pipeline.plan import Manifest, load_manifest
+from batchspec.pipeline.profiling import PROFILE_COPY_NAME
 from batchspec.pipeline.verify import AUDIT_NAME
 from batchspec.report.compare import compare
 from batchspec.report.numbers import describe
@@ -39,7 +40,7 @@ def load_run(output: str) -> Run:
             raise UsageError(f"{store.root} has no {SUCCESS_NAME}: its job has not finished (`batchspec status` it)")
         summary = json.loads(store.read(SUCCESS_NAME))
         attempts = load_attempts(store)
-        audit = json.loads(store.read(AUDIT_NAME)) if "audit.json" in store.names("_batchspec") else None
+        audit, profile = (_read_json(store, name) for name in (AUDIT_NAME, PROFILE_COPY_NAME))
         with store.open(part_name(0)) as part:
             schema = pq.read_schema(part)
     columns = manifest.identity["columns"]
@@ -52,6 +53,7 @@ def load_run(output: str) -> Run:
         attempts=[asdict(attempt) for attempt in attempts],
         settings=_settings(manifest, attempts),
         audit=audit,
+        profile=profile,
         rows=rows,
         acceptance=acceptance,
     )
@@ -66,6 +68,14 @@ def write_html(numbers: Mapping[str, Any], path: str) -> None:
         Path(path).expanduser().write_text(page, encoding="utf-8")
     except OSError as error:
         raise BatchspecError(f"cannot write --html {path}: {error.strerror}") from error
+
+
+def _read_json(store: Store, name: str) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(store.read(name))
+    except FileNotFoundError:
+        return None
+    return found
 
 
 def _settings(manifest: Manifest, attempts: Sequence[Attempt]) -> dict[str, Any]:

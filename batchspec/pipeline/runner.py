@@ -29,7 +29,7 @@ from batchspec.pipeline.logs import set_up_logging
 from batchspec.pipeline.models import locate_model, locate_models, refuse_large_demo
 from batchspec.pipeline.output import resolve_output
 from batchspec.pipeline.plan import Manifest, json_line, load_manifest, plan, save_manifest
-from batchspec.pipeline.profiling import check_profile
+from batchspec.pipeline.profiling import check_profile, keep_profile
 from batchspec.pipeline.resume import (
     Stock,
     clear_output,
@@ -136,6 +136,7 @@ def _work(
     """Answer what is pending and write `_SUCCESS`."""
     with storage_faults(store):
         store.remove(SUCCESS_NAME)
+        keep_profile(job.config, store)
     attempts = load_attempts(store)
     attempt = Attempt(
         attempt=attempts[-1].attempt + 1 if attempts else 1,

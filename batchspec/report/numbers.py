@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchspec.accounting.cost import ROW_LINES
+from batchspec.report.drift import drift
 from batchspec.report.run import ERROR_ROWS, LATENCIES, Run
 from batchspec.stats import ratio
 
@@ -28,7 +29,7 @@ def describe(run: Run) -> dict[str, Any]:
         "latency": _latency(run),
         "timeline": _timeline(run),
         "saving": run.summary.get("saving"),
-        "drift": run.summary.get("drift") or [],
+        "drift": [] if run.profile is None else drift(run.profile["acceptance"], run.acceptance),
         "audit": None if run.audit is None else dict(run.audit),
     }
 

@@ -147,7 +147,7 @@ def _drift(run: Mapping[str, Any]) -> list[Plot]:
     axes.set_xlim(0, 1)
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.legend(loc="best")
-    axes.set_xlabel("share of proposed tokens that was accepted")
+    axes.set_xlabel("share of first proposed tokens that held")
     return [
         Plot("Drift against the profile", "A long line: the profile no longer describes the traffic.", _svg(figure))
     ]

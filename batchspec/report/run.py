@@ -36,7 +36,8 @@ _COLUMNS = (
 @dataclass(frozen=True)
 class Run:
     """A finished job. `summary` is its `_SUCCESS`; `attempts` are their records, oldest first; `audit` is what
-    `verify` kept; `rows` has one line per row and the columns of `row_frame`."""
+    `verify` kept, `profile` the profile that it was routed by. `rows` has one line per row, `acceptance` the tokens
+    accepted and rejected at each position, by class and method (see `read_rows`)."""
 
     output: str
     run_id: str
@@ -45,6 +46,7 @@ class Run:
     attempts: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any]
     audit: Mapping[str, Any] | None
+    profile: Mapping[str, Any] | None
     rows: pd.DataFrame
     acceptance: Mapping[tuple[str, str], tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
 

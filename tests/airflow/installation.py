@@ -21,6 +21,7 @@ DAG_ID = "batchspec"
 AIRFLOW = os.environ.get("AIRFLOW", str(ROOT / ".venv-airflow/bin/airflow"))
 BATCHSPEC = os.environ.get("BATCHSPEC", str(Path(sys.executable).with_name("batchspec")))
 ENDED = ("success", "failed")
+LOOK_SECONDS = 0.5
 
 
 class Installation:
@@ -45,7 +46,10 @@ class Installation:
             "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
             "AIRFLOW__API__WORKERS": "1",
             "AIRFLOW__API_AUTH__JWT_SECRET": secrets.token_hex(32),
+            "AIRFLOW__API_AUTH__JWT_EXPIRATION_TIME": "86400",
+            "AIRFLOW__EXECUTION_API__JWT_EXPIRATION_TIME": "86400",
             "AIRFLOW__SCHEDULER__SCHEDULER_HEARTBEAT_SEC": "1",
+            "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "3600",
             "BATCHSPEC": BATCHSPEC,
             "BATCHSPEC_DEFAULTS": json.dumps(defaults),
         }
@@ -101,13 +105,14 @@ class Installation:
         return str(self.wait_for(ended, seconds))
 
     def wait_for(self, condition: Callable[[], Any], seconds: float) -> Any:
-        deadline = time.monotonic() + seconds
-        while not (found := condition()):
+        """What `condition` returns, once it is true. Looks are counted, not seconds: a paused machine is no failure."""
+        for _ in range(int(seconds / LOOK_SECONDS)):
+            if found := condition():
+                return found
             ended = [process.args for process in self._processes if process.poll() is not None]
             assert not ended, f"{ended} ended; see {self.home}"
-            assert time.monotonic() < deadline, f"it never came to pass; see {self.home}"
-            time.sleep(0.5)
-        return found
+            time.sleep(LOOK_SECONDS)
+        raise AssertionError(f"it never came to pass; see {self.home}")
 
     def query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         """Read Airflow's own database."""

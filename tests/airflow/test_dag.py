@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = pq.read_table(SAMPLE)
     is_bad = pc.starts_with(table.column("request_id").cast("string"), "bad-")
     good, bad = table.filter(pc.invert(is_bad)), table.filter(is_bad)
-    pq.write_table(good.take(list(range(0, good.num_rows, 10))), folder / "prompts.parquet")
+    pq.write_table(good.take(list(range(0, good.num_rows, 21))), folder / "prompts.parquet")
     pq.write_table(bad, folder / "bad.parquet")
     return folder
 
@@ -45,7 +45,7 @@ def airflow(folder: Path) -> Iterator[Installation]:
         "output_root": str(folder / "answers"),
         "price_per_hour": 0.1,
         "max_error_rate": 0,
-        "options": "--max-new-tokens 16",
+        "options": "--max-new-tokens 12",
     }
     installation = Installation(home, defaults)
     try:
@@ -88,7 +88,7 @@ def test_a_run_succeeds_and_leaves_answers_summary_and_page(airflow: Installatio
 
 
 def test_a_killed_task_is_retried_and_resumes(airflow: Installation, folder: Path) -> None:
-    airflow.trigger("killed", options="--max-new-tokens 64 --max-batch 4")
+    airflow.trigger("killed", options="--max-new-tokens 64 --max-batch 2")
     output = folder / "answers/killed"
     airflow.wait_for(lambda: journaled_rows(output) >= 4, 400)
     [command] = [

@@ -15,6 +15,7 @@ from batchspec.io.store import open_store
 from batchspec.io.writer import SUCCESS_NAME, commit_part, part_name
 from batchspec.pipeline.attempts import Attempt
 from batchspec.pipeline.plan import MANIFEST_NAME, json_line, to_json
+from batchspec.pipeline.profiling import PROFILE_COPY_NAME
 from batchspec.stats import DecodeStats
 from batchspec.types import Completion, FinishReason, Method, Outcome, RowFailure, StepTimes
 
@@ -59,7 +60,9 @@ def answered(index: int, tokens: int, accepted: tuple[int, ...], rejected: tuple
     )
 
 
-def write_job(output: Path, price: float | None = PRICE, speed: float = 1.0, **summary: Any) -> Path:
+def write_job(
+    output: Path, price: float | None = PRICE, speed: float = 1.0, profile: dict[str, Any] | None = None, **summary: Any
+) -> Path:
     """Four answered rows of two classes and one error row; 30 metered seconds (divided by `speed`), 20 tokens."""
     outcomes: list[Outcome] = [
         answered(i, tokens, accepted, rejected, tuple(t / speed for t in times))
@@ -108,6 +111,8 @@ def write_job(output: Path, price: float | None = PRICE, speed: float = 1.0, **s
     store.write(MANIFEST_NAME, to_json(manifest).encode())
     attempt.save(store)
     store.write("_batchspec/attempts/0001.json", json.dumps({**_fields(attempt), "refreshed_at": total + 1}).encode())
+    if profile is not None:
+        store.write(PROFILE_COPY_NAME, to_json(profile).encode())
     store.write(SUCCESS_NAME, json_line(figures).encode())
     return output
 

@@ -10,7 +10,7 @@ import pytest
 
 from batchspec.pipeline.report import report_numbers, write_html
 from tests.report.jobs import write_job
-from tests.report.test_numbers import AUDIT, DRIFT, SAVING
+from tests.report.test_numbers import AUDIT, PROFILE, SAVING
 from tests.report.test_page import FIGURES
 
 pytestmark = pytest.mark.browser
@@ -29,7 +29,7 @@ def chromium(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
-    job = write_job(folder / "job", saving=SAVING, drift=DRIFT)
+    job = write_job(folder / "job", saving=SAVING, profile=PROFILE)
     (job / "_batchspec/audit.json").write_text(json.dumps(AUDIT))
     fast = write_job(folder / "fast", speed=2.0)
     write_html(report_numbers([str(job), str(fast)]), str(folder / "page.html"))

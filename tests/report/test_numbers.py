@@ -14,7 +14,14 @@ from tests.report.jobs import write_job
 
 AUDIT = {"faults": 0, "tokens": 20, "near_ties": 1}
 SAVING = {"share": 0.18, "low": 0.12, "high": 0.23}
-DRIFT = [{"request_class": "copy", "method": "prompt_lookup", "profile_acceptance": 0.8, "measured_acceptance": 0.625}]
+# what a profile says of `copy`: 8 of 10 first tokens held; the job has 3 of 4
+PROFILE = {
+    "acceptance": [
+        {"request_class": "copy", "method": "prompt_lookup", "accepted_per_pos": [5, 2], "rejections_per_pos": [1, 3]},
+        {"request_class": "copy", "method": "prompt_lookup", "accepted_per_pos": [3], "rejections_per_pos": [1]},
+        {"request_class": "other", "method": "prompt_lookup", "accepted_per_pos": [], "rejections_per_pos": []},
+    ]
+}
 
 
 @pytest.fixture
@@ -74,6 +81,13 @@ def test_the_timeline_gives_rates_between_samples(run: dict[str, Any]) -> None:
     assert points == [(1.0, 2, 0.0), (3.0, 2, 5.5), (4.0, 0, 9.0)]
 
 
+def test_drift_compares_the_first_position_with_the_profile(tmp_path: Path, run: dict[str, Any]) -> None:
+    assert run["drift"] == []
+    [row] = report_numbers([str(write_job(tmp_path / "routed", profile=PROFILE))])["runs"][0]["drift"]
+    assert (row["request_class"], row["method"]) == ("copy", "prompt_lookup")
+    assert (row["profile_acceptance"], row["measured_acceptance"]) == pytest.approx((0.8, 0.75))
+
+
 @pytest.mark.parametrize(
     ("summary", "audit", "expected"),
     [
@@ -123,13 +137,13 @@ def test_two_runs_side_by_side_say_what_changed_in_money(tmp_path: Path) -> None
 def test_the_command_prints_at_most_100_columns_or_strict_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = str(write_job(tmp_path / "one", saving=SAVING, drift=DRIFT))
+    one = str(write_job(tmp_path / "one", saving=SAVING, profile=PROFILE))
     two = str(write_job(tmp_path / "a-run-with-quite-a-long-name", speed=1.5))
     assert main(["report", one, two]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
     assert "Speculation saved 18.0%" in text
-    assert "-0.175" in text, "the drift"
+    assert "-0.050" in text, "the drift"
     assert main(["report", one, two, "--json"]) == 0
 
     def refuse(constant: str) -> None:

@@ -13,7 +13,7 @@ from batchspec.errors import MissingDependencyError
 from batchspec.pipeline.report import report_numbers, write_html
 from batchspec.report.page import render
 from tests.report.jobs import write_job
-from tests.report.test_numbers import AUDIT, DRIFT, SAVING
+from tests.report.test_numbers import AUDIT, PROFILE, SAVING
 
 FIGURES = [
     "Saving by speculation",
@@ -31,7 +31,7 @@ FIGURES = [
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A job with everything that a page can show."""
-    output = write_job(tmp_path_factory.mktemp("jobs") / "job", saving=SAVING, drift=DRIFT)
+    output = write_job(tmp_path_factory.mktemp("jobs") / "job", saving=SAVING, profile=PROFILE)
     (output / "_batchspec/audit.json").write_text(json.dumps(AUDIT))
     return output
 
