@@ -20,6 +20,9 @@ from batchspec.types import Method, Route
 _PRIOR_WEIGHT = 8.0
 _DOUBT = 1.0
 
+# What a position must bring beyond its measured cost, as a share of it: costs are measured too.
+_MARGIN = 0.1
+
 # A whole step must gain more than this by speculating, else nobody speculates at that occupancy.
 _LEAST_GAIN = 0.005
 
@@ -130,7 +133,7 @@ def decide(
     depth_rows = [0.0] * MAX_SPECULATIVE_TOKENS
     choices: dict[str, tuple[Method, dict[int | None, int]]] = {}
     for _ in range(_ROUNDS):
-        per_position = _slope(cost, positions, occupancy)
+        per_position = _slope(cost, positions, occupancy, context)
         choices = {
             c.request_class: _choose(c, cost, occupancy, rate, per_position, depth_rows, methods) for c in options
         }
@@ -139,16 +142,18 @@ def decide(
         seconds += sum(cost.draft.at(rows) for rows in depth_rows if rows > 0) if cost.draft else 0.0
         positions = (positions + occupancy + extra) / 2
         rate = (rate + max(plain, tokens / seconds)) / 2
-    break_even = _slope(cost, positions, occupancy) * rate
+    break_even = _slope(cost, positions, occupancy, context) * rate
     if tokens / seconds <= plain * (1 + _LEAST_GAIN):
         choices = {c.request_class: (Method.TARGET_ONLY, {}) for c in options}
     return [_decision(c, *choices[c.request_class], occupancy, break_even) for c in options]
 
 
-def _slope(cost: StepCost, positions: float, occupancy: int) -> float:
-    """Seconds that one more position costs, around here: over a change of a quarter of the rows, at least one."""
+def _slope(cost: StepCost, positions: float, occupancy: int, context: float) -> float:
+    """Seconds that one more position costs, around here (over a change of a quarter of the rows, at least one), with
+    the margin on top."""
     change = max(1.0, occupancy / 4)
-    return max(0.0, (cost.target.at(positions + change) - cost.target.at(positions)) / change)
+    more = cost.step_seconds(occupancy, positions + change, context) - cost.step_seconds(occupancy, positions, context)
+    return max(0.0, more / change) * (1 + _MARGIN)
 
 
 def _choose(

@@ -28,6 +28,7 @@ MIN_MATCH_TOKENS = 2
 _POSITIONS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _SHORT_CONTEXT = 64
 _LONG_CONTEXT = 1024
+_WIDE = 4
 _CHUNK = 256
 
 
@@ -205,21 +206,23 @@ def _step_cost(timer: EngineTimer, max_batch: int, per_sequence: float, per_look
     shapes = [_shape(count, max_batch, _SHORT_CONTEXT) for count in _POSITIONS]
     far: Shape = (max_batch, 1, _LONG_CONTEXT, False)
     near: Shape = (max_batch, 1, _SHORT_CONTEXT, False)
+    wide_far: Shape = (max_batch, _WIDE, _LONG_CONTEXT, False)
+    wide_near: Shape = (max_batch, _WIDE, _SHORT_CONTEXT, False)
     chunk: Shape = (1, _CHUNK, _CHUNK, True)
-    seconds = timer.target_seconds([*shapes, far, near, chunk], repeats=5)
-    per_kv_token = max(0.0, (seconds[far] - seconds[near]) / (max_batch * (_LONG_CONTEXT - _SHORT_CONTEXT)))
-    curve = _curve(seconds, shapes, per_kv_token)
+    seconds = timer.target_seconds([*shapes, far, near, wide_far, wide_near, chunk], repeats=5)
+    added_context = max_batch * (_LONG_CONTEXT - _SHORT_CONTEXT)
+    per_kv_token = max(0.0, (seconds[far] - seconds[near]) / added_context)
+    wide_per_kv_token = max(per_kv_token, (seconds[wide_far] - seconds[wide_near]) / added_context)
+    per_position_kv_token = (wide_per_kv_token - per_kv_token) / (_WIDE - 1)
+    curve = _curve(seconds, shapes, per_kv_token, per_position_kv_token)
+    cost = StepCost(curve, per_kv_token, per_position_kv_token, per_sequence, per_lookup, seconds[chunk] / _CHUNK)
     if timer.draft is None:
-        return StepCost(curve, per_kv_token, per_sequence, per_lookup, seconds[chunk] / _CHUNK)
+        return cost
     draft_shapes = [_shape(count, max_batch, _SHORT_CONTEXT) for count in _POSITIONS if count <= 2 * max_batch + 1]
     draft_seconds = timer.draft_seconds([*draft_shapes, chunk], repeats=5)
-    return StepCost(
-        curve,
-        per_kv_token,
-        per_sequence,
-        per_lookup,
-        seconds[chunk] / _CHUNK,
-        draft=_curve(draft_seconds, draft_shapes, 0.0),
+    return replace(
+        cost,
+        draft=_curve(draft_seconds, draft_shapes, 0.0, 0.0),
         draft_prefill_per_token=draft_seconds[chunk] / _CHUNK,
     )
 
@@ -230,9 +233,15 @@ def _shape(positions: int, max_batch: int, context: int) -> Shape:
     return (sequences, -(-positions // sequences), context, False)
 
 
-def _curve(seconds: dict[Shape, float], shapes: Sequence[Shape], per_kv_token: float) -> Curve:
-    """Seconds over positions, the reading of the short context taken off."""
-    points = {n * m: max(1e-6, seconds[(n, m, c, p)] - n * c * per_kv_token) for n, m, c, p in shapes}
+def _curve(
+    seconds: dict[Shape, float], shapes: Sequence[Shape], per_kv_token: float, per_position_kv_token: float
+) -> Curve:
+    """Seconds over positions, what the short context took taken off."""
+    points = {}
+    for shape in shapes:
+        n, m, context, _ = shape
+        for_context = n * context * (per_kv_token + (m - 1) * per_position_kv_token)
+        points[n * m] = max(1e-6, seconds[shape] - for_context)
     counts = sorted(points)
     return Curve(tuple(counts), tuple(points[count] for count in counts)).monotone()
 

@@ -74,13 +74,15 @@ class Curve:
 class StepCost:
     """Seconds of a step on this machine with these models.
 
-    `target` and `draft` are forwards over the number of positions in the pack at little context, `per_kv_token` what
-    each token of context adds per sequence, `per_sequence` the engine's own work on a row in a step, `per_lookup` what
+    `target` and `draft` are forwards over the number of positions in the pack at no context, `per_kv_token` what each
+    token of context adds per sequence (it is read) and `per_position_kv_token` per position beyond a sequence's first
+    (it is attended again), `per_sequence` the engine's own work on a row in a step, `per_lookup` what
     asking prompt lookup costs a row, `prefill_per_token` the intake of prompts.
     """
 
     target: Curve
     per_kv_token: float
+    per_position_kv_token: float
     per_sequence: float
     per_lookup: float
     prefill_per_token: float
@@ -90,7 +92,8 @@ class StepCost:
     def step_seconds(self, num_sequences: float, num_positions: float, context_tokens: float) -> float:
         """A step of this many rows and positions at a mean context per row."""
         own_work = num_sequences * (self.per_sequence + self.per_kv_token * context_tokens)
-        return self.target.at(num_positions) + own_work
+        more_positions = max(0.0, num_positions - num_sequences)
+        return self.target.at(num_positions) + own_work + more_positions * self.per_position_kv_token * context_tokens
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from batchspec.profile.marginal import Decision
 from batchspec.profile.measured import ANY_CLASS, MeasuredPolicy
-from batchspec.profile.records import Profile
+from batchspec.profile.records import Profile, Trial
 from batchspec.types import Method
 
-_SHORT = {Method.PROMPT_LOOKUP: "lookup", Method.DRAFT_MODEL: "draft", Method.LOOKUP_THEN_DRAFT: "lookup+draft"}
+_SHORT = {Method.PROMPT_LOOKUP: "lookup", Method.DRAFT_MODEL: "draft", Method.LOOKUP_THEN_DRAFT: "both"}
 
 
 def occupancies(max_batch: int) -> list[int]:
@@ -26,15 +26,19 @@ def format_profile(profile: Profile, methods: frozenset[Method]) -> str:
     labels = [sample.request_class for sample in profile.samples]
     lines = [verdict(table, counts, labels), ""]
     width = max(len(label) for label in [*labels, "class", "break-even"])
-    lines.append(f"{'live rows':<{width}}  " + "".join(f"{count:>15}" for count in counts))
+    lines.append(f"{'live rows':<{width}}  " + "".join(f"{count:>14}" for count in counts))
     lines.append(f"{'break-even':<{width}}  " + "".join(f"{row[ANY_CLASS].break_even:>14.2f}" for row in table))
-    for label in labels:
-        lines.append(f"{label:<{width}}  " + "".join(f"{_cell(row[label]):>15}" for row in table))
-    lines += ["", "each cell: method and most tokens proposed (acceptance of the first), - is target-only"]
-    for trial in profile.trials:
-        setting = f"trial: {trial.method} k={trial.num_speculative_tokens} batch {trial.max_batch}"
-        lines.append(f"{setting}: {trial.seconds:.1f} s, predicted {trial.predicted_seconds:.1f} s")
-    return "\n".join(lines)
+    lines += [f"{label:<{width}}  " + "".join(f"{_cell(row[label]):>14}" for row in table) for label in labels]
+    lines += [
+        "",
+        "each cell: method and most tokens proposed, and the acceptance of the first; - is target-only, both is lookup_then_draft",
+    ]
+    return "\n".join([*lines, *map(_trial, profile.trials)])
+
+
+def _trial(trial: Trial) -> str:
+    setting = f"trial: {trial.method} k={trial.num_speculative_tokens} batch {trial.max_batch}"
+    return f"{setting}: {trial.seconds:.1f} s, predicted {trial.predicted_seconds:.1f} s"
 
 
 def verdict(table: Sequence[Mapping[str, Decision]], counts: Sequence[int], labels: Sequence[str]) -> str:
@@ -54,5 +58,5 @@ def verdict(table: Sequence[Mapping[str, Decision]], counts: Sequence[int], labe
 def _cell(decision: Decision) -> str:
     route = decision.route
     if route.method is Method.TARGET_ONLY:
-        return f"- ({decision.first_position_acceptance:.2f})"
-    return f"{_SHORT[route.method]} {route.num_speculative_tokens} ({decision.first_position_acceptance:.2f})"
+        return f"- {decision.first_position_acceptance:.2f}"
+    return f"{_SHORT[route.method]} {route.num_speculative_tokens} {decision.first_position_acceptance:.2f}"

@@ -1,0 +1,133 @@
+"""Interleaved runs of static and routed decoding on one file, in one process with one loaded model.
+
+  python pipelines/benchmarks/routing.py INPUT --model DIR --profile FILE --batch 8 --stride 1 --repeats 3
+
+Prints one JSON line per run and the ratios of medians to target-only. The ids of every setting must be equal; the
+script exits with 1 where they are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from batchspec.accounting.cost import StepAttributionRule
+from batchspec.config import EngineConfig, RouteConfig
+from batchspec.engine import load_engine
+from batchspec.profile.measured import MeasuredPolicy
+from batchspec.profile.policy import static_policy
+from batchspec.profile.store import load_profile
+from batchspec.types import Completion, Method, Request, RoutePolicy, SamplingParams
+
+
+class ListSource:
+    def __init__(self, requests: list[Request]) -> None:
+        self._requests = deque(requests)
+
+    def take(self, wait: bool) -> Request | None:
+        return self._requests.popleft() if self._requests else None
+
+
+def policies(args: argparse.Namespace) -> dict[str, RoutePolicy]:
+    found: dict[str, RoutePolicy] = {}
+    for setting in args.settings.split(","):
+        name, _, k = setting.partition(":")
+        if name == "routed":
+            methods = {Method.PROMPT_LOOKUP} | (
+                {Method.DRAFT_MODEL, Method.LOOKUP_THEN_DRAFT} if args.draft_model else set()
+            )
+            found[setting] = MeasuredPolicy(load_profile(Path(args.profile)), frozenset(methods), args.batch)
+        else:
+            found[setting] = static_policy(
+                RouteConfig(Method(name), int(k or 0), min_match_tokens=args.min_match), args.draft_model
+            )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("input")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--draft-model")
+    parser.add_argument("--profile")
+    parser.add_argument("--settings", default="target_only,prompt_lookup:2,prompt_lookup:4,prompt_lookup:8,routed")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--stride", type=int, default=1)
+    parser.add_argument("--request-class")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--min-match", type=int, default=2)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+
+    rows = [
+        r
+        for r in pq.read_table(args.input).to_pylist()[:: args.stride]
+        if args.request_class in (None, r["request_class"])
+    ]
+    sampling = SamplingParams(
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
+    )
+    requests = [
+        Request(
+            i, messages=r["messages"], request_id=r["request_id"], request_class=r["request_class"], sampling=sampling
+        )
+        for i, r in enumerate(rows)
+    ]
+    config = EngineConfig(model=args.model, draft_model=args.draft_model, dtype=args.dtype, max_batch=args.batch)
+    engine = load_engine(config, "cpu", args.threads, 1.0, StepAttributionRule())
+    seconds: dict[str, list[float]] = {}
+    expected: dict[int, tuple[int, ...]] = {}
+    faults = 0
+    for repeat in range(args.repeats):
+        order = list(policies(args).items())
+        for setting, policy in order if repeat % 2 == 0 else reversed(order):
+            started = time.perf_counter()
+            done = [o for o in engine.run(ListSource(requests), policy) if isinstance(o, Completion)]
+            took = time.perf_counter() - started
+            seconds.setdefault(setting, []).append(took)
+            ids = {o.row_index: o.token_ids for o in done}
+            expected = expected or ids
+            differing = sum(ids[i] != expected[i] for i in expected)
+            faults += differing
+            tokens = sum(o.output_tokens for o in done)
+            steps = sum(o.stats.num_target_steps for o in done)
+            print(
+                json.dumps(
+                    {
+                        "setting": setting,
+                        "batch": args.batch,
+                        "repeat": repeat,
+                        "rows": len(done),
+                        "output_tokens": tokens,
+                        "seconds": round(took, 2),
+                        "output_tokens_per_second": round(tokens / took, 1),
+                        "tokens_per_target_step": round(tokens / steps, 3),
+                        "rows_with_other_ids": differing,
+                    }
+                ),
+                flush=True,
+            )
+    base = seconds.get("target_only")
+    for setting, found in seconds.items():
+        ratios = [b / s for b, s in zip(base or found, found, strict=True)]
+        print(
+            f"{setting:>24}: median {statistics.median(found):7.2f} s, x{statistics.median(ratios):.3f} of target-only "
+            f"({min(ratios):.3f}-{max(ratios):.3f})"
+        )
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""The marginal rule as decision tables: hand-made acceptance and step costs, known answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchspec.errors import MismatchError, UsageError
+from batchspec.profile.acceptance import DecodedRow, replay_draft, replay_lookup
+from batchspec.profile.marginal import ClassOptions, Option, class_options, decide
+from batchspec.profile.measured import ANY_CLASS, WINDOW_TOKENS, MeasuredPolicy
+from batchspec.profile.predict import predict_seconds
+from batchspec.profile.records import AcceptanceCell, ClassSample, Curve, Profile, StepCost
+from batchspec.profile.show import format_profile
+from batchspec.profile.store import fingerprint_differences, load_profile, refuse_stale_profile, save_profile
+from batchspec.types import Method, Route, StepReport
+
+LOOKUP = frozenset({Method.PROMPT_LOOKUP})
+ALL = frozenset({Method.PROMPT_LOOKUP, Method.DRAFT_MODEL, Method.LOOKUP_THEN_DRAFT})
+
+# 20 ms a step, and 1 ms for each position: one position more costs a twentieth of a lone row's step.
+COST = StepCost(Curve((1, 256), (0.021, 0.276)), 0.0, 0.0, 0.0, 0.0, 0.001)
+
+
+def lookup_class(reach: tuple[float, ...], share: float = 1.0) -> ClassOptions:
+    return ClassOptions("c", 1.0, 100.0, {Method.PROMPT_LOOKUP: (Option(share, reach, 3),)})
+
+
+def one(options: ClassOptions, occupancy: int, cost: StepCost = COST, methods: frozenset[Method] = LOOKUP) -> Any:
+    return decide([options], cost, occupancy, methods)[0]
+
+
+@pytest.mark.parametrize(
+    ("reach", "occupancy", "k"),
+    [
+        ((0.9, 0.8, 0.7, 0.6), 1, 4),
+        ((0.9, 0.5, 0.04, 0.03), 1, 2),
+        ((0.9, 0.8, 0.75, 0.4), 16, 3),
+        ((0.9, 0.8, 0.7, 0.6), 256, 0),
+        ((0.03, 0.01), 1, 0),
+        ((0.3, 0.2), 64, 0),
+        ((), 1, 0),
+    ],
+)
+def test_a_position_is_proposed_iff_it_pays_for_its_time(reach: tuple[float, ...], occupancy: int, k: int) -> None:
+    route = one(lookup_class(reach), occupancy).route
+    assert route.num_speculative_tokens == k
+    assert (route.method is Method.TARGET_ONLY) == (k == 0)
+
+
+def test_proposals_shorten_as_load_rises() -> None:
+    depths = [one(lookup_class((0.95, 0.85, 0.6, 0.4, 0.2)), n).route.num_speculative_tokens for n in (1, 8, 32, 128)]
+    assert depths == sorted(depths, reverse=True)
+    assert depths[0] > depths[-1]
+
+
+def test_the_break_even_is_the_price_of_a_position_in_tokens() -> None:
+    decision = one(lookup_class((0.0,)), 1)
+    assert decision.break_even == pytest.approx(1.1 * 0.001 / 0.021, rel=0.01)
+
+
+def test_longer_contexts_raise_the_break_even() -> None:
+    cost = replace(COST, per_position_kv_token=1e-6)
+    short, long = lookup_class((0.2,)), replace(lookup_class((0.2,)), context_tokens=8000.0)
+    assert one(short, 1, cost).route.method is Method.PROMPT_LOOKUP
+    assert one(long, 1, cost).route.method is Method.TARGET_ONLY
+
+
+def test_m08_a_slow_draft_is_not_used_however_often_it_is_right() -> None:
+    options = ClassOptions("c", 1.0, 100.0, {Method.DRAFT_MODEL: (Option(1.0, (0.9, 0.81, 0.73), None),)})
+    slow = replace(COST, draft=Curve((1, 64), (0.05, 0.05)))
+    fast = replace(COST, draft=Curve((1, 64), (0.002, 0.002)))
+    assert one(options, 1, slow, ALL).route.method is Method.TARGET_ONLY
+    assert one(options, 1, fast, ALL).route == replace(
+        one(options, 1, fast, ALL).route, method=Method.DRAFT_MODEL, num_speculative_tokens=3
+    )
+
+
+def test_lookup_then_draft_goes_as_deep_as_each_source_pays() -> None:
+    options = ClassOptions(
+        "c",
+        1.0,
+        100.0,
+        {
+            Method.PROMPT_LOOKUP: (Option(0.3, (0.9, 0.85, 0.8, 0.75), 4),),
+            Method.LOOKUP_THEN_DRAFT: (Option(0.7, (0.8, 0.5, 0.1), None), Option(0.3, (0.9, 0.85, 0.8, 0.75), 4)),
+        },
+    )
+    route = one(options, 1, replace(COST, draft=Curve((1, 64), (0.003, 0.003))), ALL).route
+    assert route.method is Method.LOOKUP_THEN_DRAFT
+    assert route.num_draft_tokens == 2
+    assert route.tokens_for_match(4) == 4
+
+
+# --- acceptance by replay ---------------------------------------------------------------------------------------
+
+
+def test_replay_counts_steps_proposals_and_first_rejections() -> None:
+    row = DecodedRow("c", (1, 2, 3, 4, 1, 2, 3, 9, 5), 4)
+    # outputs 1 2 3 9 5: the first comes with the prefill; after (1) nothing matches two; after (1 2): 3 then 4, wrong
+    assert replay_lookup([row], max_tokens=2, min_match_tokens=2) == [
+        AcceptanceCell("c", "prompt_lookup", 2, 3, 1, (1, 0), (0, 1))
+    ]
+
+
+def test_a_draft_is_judged_up_to_its_first_wrong_token() -> None:
+    row = DecodedRow("c", (7, 1, 2, 3, 4, 5, 6), 1)
+    assert replay_draft([row], [[True, True, True, False, True, True]], max_tokens=3) == [
+        AcceptanceCell("c", "draft_model", None, 2, 2, (2, 1, 0), (0, 0, 1))
+    ]
+
+
+# --- a whole profile --------------------------------------------------------------------------------------------
+
+
+def profile_of(**changes: Any) -> Profile:
+    made = Profile(
+        created_at="2026-01-01T00:00:00+00:00",
+        fingerprint={"torch": "2.13.0", "threads": "2"},
+        sampling={"temperature": 0.0},
+        max_batch=32,
+        max_new_tokens=64,
+        samples=(ClassSample("copy", (50,) * 9, (60,) * 9), ClassSample("write", (20,) * 9, (60,) * 9)),
+        acceptance=(
+            AcceptanceCell("copy", "prompt_lookup", 3, 500, 400, (380, 370, 360), (20, 10, 10)),
+            AcceptanceCell("write", "prompt_lookup", 3, 500, 40, (2, 0), (38, 2)),
+        ),
+        step_cost=COST,
+    )
+    return replace(made, **changes)
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    save_profile(profile_of(), tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json") == profile_of()
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"surprise": 1}'])
+def test_what_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(UsageError, match="not a profile"):
+        load_profile(tmp_path / "p.json")
+
+
+def test_every_difference_of_a_stale_profile_is_named() -> None:
+    now = {"torch": "2.14.0", "threads": "1"}
+    assert len(fingerprint_differences(profile_of(), now)) == 2
+    with pytest.raises(MismatchError, match=r"threads: profile 2, run 1; torch: profile 2\.13\.0, run 2\.14\.0"):
+        refuse_stale_profile("p.json", profile_of(), now)
+
+
+def test_classes_are_routed_apart_and_unknown_ones_by_all_together() -> None:
+    policy = MeasuredPolicy(profile_of(), LOOKUP, 32)
+    assert policy.route("copy/p16-64/o64-256", 1).method is Method.PROMPT_LOOKUP
+    assert policy.route("copy", 8).method is Method.PROMPT_LOOKUP
+    assert policy.route("write", 8).method is Method.TARGET_ONLY
+    assert policy.route("never seen", 1) == policy.decisions(1)[ANY_CLASS].route
+    assert policy.route("copy", 10_000) == policy.route("copy", 32)
+
+
+def test_few_observations_count_against_speculation() -> None:
+    few = replace(profile_of().acceptance[0], num_steps=4, accepted_per_pos=(3, 3, 3), rejections_per_pos=(1, 0, 0))
+    many = class_options(profile_of())[0].by_method[Method.PROMPT_LOOKUP][0].reach
+    doubted = class_options(profile_of(acceptance=(few, profile_of().acceptance[1])))[0]
+    assert doubted.by_method[Method.PROMPT_LOOKUP][0].reach[0] < 0.75
+    assert many[0] > 0.9
+
+
+def test_a_class_that_stops_paying_falls_back_within_a_window_and_returns_by_replay() -> None:
+    policy = MeasuredPolicy(profile_of(), LOOKUP, 32)
+    for _ in range(WINDOW_TOKENS // 3 + 1):
+        policy.observe(StepReport(8, 1, 0.01, drafts=[("copy", 3, 0)]))
+    assert policy.route("copy", 1).method is Method.TARGET_ONLY
+    assert "0 of the last" in policy.events[0]
+    repeating = tuple([1, 2, 3, 4, 5] * 40)
+    for _ in range(20):
+        policy.observe(StepReport(8, 8, 0.01, retired=[("copy", repeating, 10)]))
+    assert policy.route("copy", 1).method is Method.PROMPT_LOOKUP
+    assert len(policy.events) == 2
+
+
+def test_predictions_follow_acceptance_and_load() -> None:
+    rows = profile_of().samples
+    plain = predict_seconds(profile_of(), rows, Route(Method.TARGET_ONLY), 1)
+    assert plain == pytest.approx(18 * (59 * 0.021) + 18 * 35 * 0.001, rel=0.02)
+    assert predict_seconds(profile_of(), rows[:1], Route(Method.PROMPT_LOOKUP, 3), 1) < plain / 4
+    assert predict_seconds(profile_of(), rows, Route(Method.TARGET_ONLY), 18) < plain / 5
+
+
+def test_the_verdict_comes_first() -> None:
+    shown = format_profile(profile_of(), LOOKUP)
+    assert shown.startswith("2 of 2 classes speculate up to 1 live rows; at 32 still 1.")
+    assert max(map(len, shown.splitlines())) <= 100
+    hopeless = profile_of(acceptance=(profile_of().acceptance[1],))
+    assert format_profile(hopeless, LOOKUP).startswith("Do not speculate here")
