@@ -31,7 +31,7 @@ def format_profile(profile: Profile, methods: frozenset[Method]) -> str:
     lines += [f"{label:<{width}}  " + "".join(f"{_cell(row[label]):>14}" for row in table) for label in labels]
     lines += [
         "",
-        "each cell: method and most tokens proposed, and the acceptance of the first; - is target-only, both is lookup_then_draft",
+        "cells: method, most tokens proposed, acceptance of the first (- target-only, both lookup_then_draft)",
     ]
     return "\n".join([*lines, *map(_trial, profile.trials)])
 
