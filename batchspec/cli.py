@@ -85,6 +85,23 @@ def show(file: str) -> None:
 
 
 @cli.command()
+@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+@run_options
+@click.option("--max-cost-usd", type=float, help="Exit with code 6 where the job is expected to cost more.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@click.pass_context
+def plan(
+    context: click.Context, /, inputs: tuple[str, ...], max_cost_usd: float | None, as_json: bool, **_: object
+) -> None:
+    """Say what the job will take and cost by a --profile, and whether speculating pays, before anything is spent."""
+    from batchspec.pipeline.planning import plan_job, refuse_expensive
+
+    found = plan_job(run_config(context, inputs))
+    click.echo(json.dumps(found.as_json(), allow_nan=False) if as_json else found.as_text())
+    refuse_expensive(found, max_cost_usd)
+
+
+@cli.command()
 @click.argument("output")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def status(output: str, as_json: bool) -> None:

@@ -16,7 +16,7 @@ from batchspec.engine.engine import EngineParts, TorchEngine
 from batchspec.engine.kv_cache import BLOCK_TOKENS, blocks_for, bytes_per_block
 from batchspec.engine.meter import Meter
 from batchspec.engine.model import PackedModel, load_model, stop_token_ids
-from batchspec.engine.prompts import OutputDecoder, PromptEncoder
+from batchspec.engine.prompts import OutputDecoder, PromptEncoder, load_tokenizer
 from batchspec.engine.sampling import Sampler
 from batchspec.engine.scheduler import Scheduler
 from batchspec.errors import MismatchError, UsageError
@@ -118,15 +118,6 @@ def refuse_other_token_map(target: Any, draft: Any) -> None:
             f"--draft-model: its tokenizer has a token that the target's lacks: {surplus[0]!r} "
             f"(id {draft_map[surplus[0]]}); use a draft with the target's own tokenizer"
         )
-
-
-def load_tokenizer(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--model {path}: no tokenizer that transformers can read: {error}") from None
 
 
 def num_kv_blocks(models: Sequence[PackedModel], config: EngineConfig, device_share: float) -> int:

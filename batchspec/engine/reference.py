@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from batchspec.engine.load import load_tokenizer
+from batchspec.engine.prompts import load_tokenizer
 from batchspec.engine.margins import support_margin, token_margin
 from batchspec.engine.model import DTYPES, stop_token_ids
 from batchspec.engine.processors import apply_processors

@@ -14,9 +14,9 @@ from time import perf_counter
 from typing import Any
 
 from batchspec.config import EngineConfig
-from batchspec.engine.load import free_memory_bytes, load_tokenizer, refuse_other_token_map
+from batchspec.engine.load import free_memory_bytes, refuse_other_token_map
 from batchspec.engine.meter import Meter
-from batchspec.engine.prompts import OutputDecoder, PromptEncoder
+from batchspec.engine.prompts import OutputDecoder, PromptEncoder, load_tokenizer
 from batchspec.engine.versions import vllm_version
 from batchspec.engine.vllm_routes import TARGET_ONLY_REASON, engine_key, needs_target_only
 from batchspec.engine.vllm_rows import VllmRow, vllm_seed

@@ -114,7 +114,7 @@ def make_profile(
         if not fingerprint_differences(existing, fingerprint):
             say(f"{path} still fits: nothing measured")
             return existing
-    requests = stratified(_readable_rows(config), sample_rows)
+    requests = stratified(readable_rows(config), sample_rows)
     if not requests:
         raise InputError("the input has no row that could be answered, so there is nothing to measure on")
     place = worker_places(config)[0]
@@ -135,7 +135,7 @@ def show_profile(path: str) -> str:
     return format_profile(profile, frozenset(Method(cell.method) for cell in profile.acceptance))
 
 
-def _readable_rows(config: RunConfig) -> list[Request]:
+def readable_rows(config: RunConfig) -> list[Request]:
     """The rows that can be answered, from the start of the input."""
     inputs = resolve_inputs(config.input)
     reader, parser = InputReader(inputs), RowParser(config.input, config.sampling)

@@ -8,11 +8,12 @@ P > t Y / T, the break-even. Doubt counts against speculation: P is a lower boun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 from batchspec.config import MAX_MATCH_TOKENS, MAX_SPECULATIVE_TOKENS
 from batchspec.profile.records import AcceptanceCell, Profile, StepCost
+from batchspec.stats import add_per_pos
 from batchspec.types import Method, Route
 
 # Conditional acceptance is pulled towards the mean over classes with the weight of this many observations, and then
@@ -27,6 +28,8 @@ _MARGIN = 0.1
 _LEAST_GAIN = 0.005
 
 _ROUNDS = 12
+
+ANY_CLASS = "*"
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,38 @@ def class_options(profile: Profile, doubt: float = _DOUBT) -> tuple[ClassOptions
             )
         )
     return tuple(options)
+
+
+def any_class(profile: Profile, doubt: float = _DOUBT) -> ClassOptions:
+    """All classes together, for rows of a class that was not measured. Weighs nothing in the usual mix."""
+    merged: dict[tuple[str, int | None], AcceptanceCell] = {}
+    for cell in profile.acceptance:
+        key = (cell.method, cell.match_tokens)
+        before = merged.get(key)
+        merged[key] = replace(cell, request_class=ANY_CLASS) if before is None else _add(before, cell)
+    total_steps = {m: 0 for m, _ in merged}
+    for method in total_steps:
+        by_class = {c.request_class: c.num_class_steps for c in profile.acceptance if c.method == method}
+        total_steps[method] = sum(by_class.values())
+    cells = tuple(replace(cell, num_class_steps=total_steps[method]) for (method, _), cell in merged.items())
+    samples = [s for s in profile.samples if s.num_rows]
+    sample = replace(
+        samples[0],
+        request_class=ANY_CLASS,
+        input_tokens=tuple(n for s in samples for n in s.input_tokens),
+        output_tokens=tuple(n for s in samples for n in s.output_tokens),
+    )
+    pooled = class_options(replace(profile, samples=(sample,), acceptance=cells), doubt)
+    return replace(pooled[0], weight=0.0)
+
+
+def _add(left: AcceptanceCell, right: AcceptanceCell) -> AcceptanceCell:
+    return replace(
+        left,
+        num_steps=left.num_steps + right.num_steps,
+        accepted_per_pos=add_per_pos(left.accepted_per_pos, right.accepted_per_pos),
+        rejections_per_pos=add_per_pos(left.rejections_per_pos, right.rejections_per_pos),
+    )
 
 
 def _pool(cells: Sequence[AcceptanceCell]) -> dict[tuple[str, int | None], tuple[float, ...]]:

@@ -90,6 +90,7 @@ def measure_profile(
     skipped: list[str] = []
     say(f"decoding {len(requests)} sampled rows, target-only")
     before, steps = engine.metered_seconds, _CountedSteps()
+    load_seconds = before.get("load", 0.0) + before.get("warmup", 0.0)
     completions = _decode(engine, requests, steps, limit_seconds=budget.left * 0.5)
     spent = lines(before, engine.metered_seconds)
     rows = [_decoded(c) for c in completions]
@@ -122,6 +123,7 @@ def measure_profile(
         step_cost=cost,
         skipped=tuple(skipped),
         memory_bytes=dict(engine.info.memory_bytes),
+        load_seconds=load_seconds,
     )
     trials, unmeasured = _trials(engine, completions, profile, budget, say)
     return replace(

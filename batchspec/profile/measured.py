@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from batchspec.profile.acceptance import DecodedRow, replay_lookup
-from batchspec.profile.marginal import ClassOptions, Decision, class_options, decide
-from batchspec.profile.records import AcceptanceCell, Profile
-from batchspec.stats import add_per_pos
+from batchspec.profile.marginal import ANY_CLASS, Decision, any_class, class_options, decide
+from batchspec.profile.records import Profile
 from batchspec.types import Method, Route, StepReport
 from batchspec.workload import label_of
 
 logger = logging.getLogger(__name__)
-
-ANY_CLASS = "*"
 
 # Proposed tokens over which a class's live acceptance is judged.
 WINDOW_TOKENS = 256
@@ -56,7 +53,7 @@ class MeasuredPolicy:
 
     def __init__(self, profile: Profile, methods: frozenset[Method], max_batch: int) -> None:
         self._cost = profile.step_cost
-        self._options = (*class_options(profile), _any_class(profile))
+        self._options = (*class_options(profile), any_class(profile))
         self._methods = methods
         self._max_batch = max_batch
         self._table: dict[int, Mapping[str, Decision]] = {}
@@ -118,35 +115,3 @@ class MeasuredPolicy:
     def _event(self, text: str) -> None:
         logger.info("route: %s", text)
         self.events.append(text)
-
-
-def _any_class(profile: Profile) -> ClassOptions:
-    """All classes together, for rows of a class that was not measured. Weighs nothing in the usual mix."""
-    merged: dict[tuple[str, int | None], AcceptanceCell] = {}
-    for cell in profile.acceptance:
-        key = (cell.method, cell.match_tokens)
-        before = merged.get(key)
-        merged[key] = replace(cell, request_class=ANY_CLASS) if before is None else _add(before, cell)
-    total_steps = {m: 0 for m, _ in merged}
-    for method in total_steps:
-        by_class = {c.request_class: c.num_class_steps for c in profile.acceptance if c.method == method}
-        total_steps[method] = sum(by_class.values())
-    cells = tuple(replace(cell, num_class_steps=total_steps[method]) for (method, _), cell in merged.items())
-    samples = [s for s in profile.samples if s.num_rows]
-    sample = replace(
-        samples[0],
-        request_class=ANY_CLASS,
-        input_tokens=tuple(n for s in samples for n in s.input_tokens),
-        output_tokens=tuple(n for s in samples for n in s.output_tokens),
-    )
-    pooled = class_options(replace(profile, samples=(sample,), acceptance=cells))
-    return replace(pooled[0], weight=0.0)
-
-
-def _add(left: AcceptanceCell, right: AcceptanceCell) -> AcceptanceCell:
-    return replace(
-        left,
-        num_steps=left.num_steps + right.num_steps,
-        accepted_per_pos=add_per_pos(left.accepted_per_pos, right.accepted_per_pos),
-        rejections_per_pos=add_per_pos(left.rejections_per_pos, right.rejections_per_pos),
-    )

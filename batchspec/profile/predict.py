@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from batchspec.profile.marginal import ClassOptions, Option, class_options
+from batchspec.profile.marginal import ClassOptions, Option, any_class, class_options
 from batchspec.profile.records import ClassSample, Profile
 from batchspec.types import Method, Route
 
@@ -26,8 +26,13 @@ class Step:
 
 def predict_seconds(profile: Profile, rows: Sequence[ClassSample], route: Route, max_batch: int) -> float:
     """Decode seconds (prefill in, load out) of these rows under one static route."""
-    options = {c.request_class: c for c in class_options(profile, doubt=0.0)}
+    options = {c.request_class: c for c in mean_options(profile)}
     return simulate(profile, rows, max_batch, lambda label, _: expected_step(options[label], route))
+
+
+def mean_options(profile: Profile) -> tuple[ClassOptions, ...]:
+    """Acceptance as estimated, nothing taken off for doubt; `*` for classes that the profile does not know."""
+    return (*class_options(profile, doubt=0.0), any_class(profile, doubt=0.0))
 
 
 def expected_step(c: ClassOptions, route: Route) -> Step:

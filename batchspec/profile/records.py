@@ -123,5 +123,6 @@ class Profile:
     trials: tuple[Trial, ...] = ()
     skipped: tuple[str, ...] = ()
     memory_bytes: dict[str, int] = field(default_factory=dict)
+    load_seconds: float = 0.0
     measuring_seconds: float = 0.0
     profile_version: int = PROFILE_VERSION

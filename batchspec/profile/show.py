@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from batchspec.profile.marginal import Decision
-from batchspec.profile.measured import ANY_CLASS, MeasuredPolicy
+from batchspec.profile.marginal import ANY_CLASS, Decision
+from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.records import Profile, Trial
 from batchspec.types import Method
 
