@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,9 +42,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        # zeroed, because a masked key still meets a zero weight, and 0 x NaN is NaN; on CPU the pages stay untouched
         def pool(layer: LayerShape, dim: int) -> torch.Tensor:
-            return torch.zeros(num_blocks, BLOCK_TOKENS, layer.num_kv_heads, dim, dtype=dtype, device=device)
+            return _zeros((num_blocks, BLOCK_TOKENS, layer.num_kv_heads, dim), dtype, device)
 
         self.keys = [pool(layer, layer.key_dim) for layer in layers]
         self.values = [pool(layer, layer.value_dim) for layer in layers]
@@ -103,6 +103,15 @@ class KVCache:
                 f"KV blocks lost or shared: {len(owned)} owned + {len(self._free_blocks)} free, "
                 f"{self.num_usable_blocks} expected, {len(set(seen))} distinct"
             )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, because a masked key still meets a zero weight, and 0 x NaN is NaN. On CPU untouched until used (torch's
+    own zeros write every page), so that a cache sized for the longest rows costs the memory of the rows that come."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def blocks_for(num_tokens: int) -> int:
