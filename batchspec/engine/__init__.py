@@ -39,7 +39,7 @@ def load_engine(
 
         return load_torch_engine(config, device, threads, device_share, attribution)
     if config.engine == "vllm":
-        from batchspec.engine.vllm import load_vllm_engine
+        from batchspec.engine.vllm_load import load_vllm_engine
 
         target_only = Route(Method.TARGET_ONLY)
         return load_vllm_engine(config, route or target_only, device, device_share, attribution)

@@ -6,21 +6,15 @@ in a plain engine. So an engine serves the rows of one route; a job with several
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from batchspec.config import EngineConfig
-from batchspec.engine.load import free_memory_bytes, refuse_other_token_map
 from batchspec.engine.meter import Meter
-from batchspec.engine.prompts import OutputDecoder, PromptEncoder, load_tokenizer
-from batchspec.engine.versions import vllm_version
+from batchspec.engine.prompts import OutputDecoder, PromptEncoder
 from batchspec.engine.vllm_routes import TARGET_ONLY_REASON, engine_key, needs_target_only
 from batchspec.engine.vllm_rows import VllmRow, vllm_seed
-from batchspec.errors import RowError, UsageError
+from batchspec.errors import RowError
 from batchspec.types import (
     EngineInfo,
     Method,
@@ -33,9 +27,6 @@ from batchspec.types import (
     StepAttribution,
 )
 from batchspec.workload import RequestClassifier
-
-_KV_SHARE_CPU = 0.3
-_MAX_LOOKUP_MATCH = 3
 
 
 class VllmEngine:
@@ -199,91 +190,3 @@ class VllmEngine:
         budget = request.sampling.max_new_tokens
         cell = self._classifier.classify(request.request_class, len(prompt_ids), budget).cell
         return policy.route(cell, self._info.max_batch)
-
-
-def load_vllm_engine(
-    config: EngineConfig,
-    route: Route,
-    device: str,
-    device_share: float,
-    attribution: StepAttribution,
-) -> VllmEngine:
-    """Load vLLM for the rows of `route`; its seconds go to the line `load`."""
-    meter = Meter(device_share)
-    batch_invariant = True if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else None
-    if config.require_exact and not batch_invariant:
-        raise UsageError("--require-exact: vLLM's results depend on the batch unless VLLM_BATCH_INVARIANT=1 is set")
-    tokenizer = load_tokenizer(Path(config.model))
-    if config.draft_model is not None and route.method is Method.DRAFT_MODEL and _has_tokenizer(config.draft_model):
-        refuse_other_token_map(tokenizer, load_tokenizer(Path(config.draft_model)))
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    options = llm_options(config, route, device, device_share)
-    if device == "cpu":
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # as many threads as OMP_NUM_THREADS says
-    from vllm import LLM
-
-    try:
-        llm = LLM(config.model, **options)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"--engine vllm cannot load {config.model}: {error}") from error
-    meter.lap("load")
-    info = EngineInfo(
-        engine="vllm",
-        model=config.model,
-        dtype=str(llm.model_config.dtype).removeprefix("torch."),
-        device=device,
-        max_batch=config.max_batch,
-        batch_invariant=batch_invariant,
-        draft_model=config.draft_model if route.method is Method.DRAFT_MODEL else None,
-        versions={"vllm": vllm_version()},
-        notes=(f"serves {route.method.value}, {route.num_speculative_tokens} speculative tokens",),
-    )
-    encoder = PromptEncoder(tokenizer, llm.model_config.max_model_len, config.neutralize_special_tokens)
-    return VllmEngine(llm, route, encoder, OutputDecoder(tokenizer), attribution, meter, info)
-
-
-def llm_options(config: EngineConfig, route: Route, device: str, device_share: float) -> dict[str, Any]:
-    """The keyword arguments of vLLM's LLM; `--vllm-arg` has the last word."""
-    options: dict[str, Any] = {
-        "dtype": config.dtype,
-        "max_num_seqs": config.max_batch,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "disable_log_stats": False,
-    }
-    if config.kv_memory_bytes is not None:
-        options["kv_cache_memory_bytes"] = config.kv_memory_bytes
-    elif device == "cpu":
-        options["kv_cache_memory_bytes"] = int(free_memory_bytes() * _KV_SHARE_CPU * device_share)
-    if route.method is not Method.TARGET_ONLY:
-        options["speculative_config"] = speculative_config(config, route)
-        options["per_request_spec_decode_metrics"] = "detailed"
-    return options | parse_vllm_args(config.vllm_arg)
-
-
-def speculative_config(config: EngineConfig, route: Route) -> dict[str, Any]:
-    """vLLM's `speculative_config`. It finds out itself whether a drafter's directory holds a model or an EAGLE head."""
-    k = route.num_speculative_tokens
-    if route.method is Method.PROMPT_LOOKUP:
-        longest = max(route.min_match_tokens, _MAX_LOOKUP_MATCH)
-        lookup = {"prompt_lookup_min": route.min_match_tokens, "prompt_lookup_max": longest}
-        return {"method": "ngram", "num_speculative_tokens": k, **lookup}
-    if route.method is Method.DRAFT_MODEL:
-        return {"model": config.draft_model, "num_speculative_tokens": k}
-    raise UsageError(f"--engine vllm has no {route.method.value.replace('_', '-')}: use prompt-lookup or draft-model")
-
-
-def parse_vllm_args(arguments: Sequence[str]) -> dict[str, Any]:
-    """`name=value` pairs; a value that is JSON is taken as such, anything else is text."""
-    options: dict[str, Any] = {}
-    for argument in arguments:
-        name, _, value = argument.partition("=")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return options
-
-
-def _has_tokenizer(path: str) -> bool:
-    return (Path(path) / "tokenizer.json").is_file() or (Path(path) / "tokenizer_config.json").is_file()

@@ -17,7 +17,8 @@ _DEVICE_NAME = re.compile(r"cpu|cuda:\d+")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A worker's place. The shares of the places on one device sum to 1."""
+    """A worker's place. The shares of the places on one device sum to 1. A place of several GPUs (tensor parallel) is
+    named by its first, and its share is their number."""
 
     device: str
     threads: int
@@ -25,7 +26,7 @@ class Place:
 
 
 def worker_places(config: RunConfig) -> tuple[Place, ...]:
-    """One place per worker: every device gets at least one worker, more workers share devices in turn.
+    """One place per worker: every device or group of them gets one at least, more workers share devices in turn.
 
     CPU cores are divided among the workers, unless `threads` says how many each may use. Ray has places of its own.
     """
@@ -37,7 +38,10 @@ def worker_places(config: RunConfig) -> tuple[Place, ...]:
     num_workers = max(config.run.workers, len(devices))
     on_device = [devices[i % len(devices)] for i in range(num_workers)]
     threads = config.run.threads or max(1, _num_cores() // num_workers)
-    return tuple(Place(device, threads, 1 / on_device.count(device)) for device in on_device)
+    return tuple(
+        Place(device, threads, (1 if device == CPU else config.engine.tensor_parallel_size) / on_device.count(device))
+        for device in on_device
+    )
 
 
 def device_type(places: tuple[Place, ...]) -> str:
@@ -52,7 +56,8 @@ def _devices(config: RunConfig) -> list[str]:
     named = list(dict.fromkeys(config.run.devices))
     if named == ["auto"]:
         num_gpus = 0 if config.engine.engine == "fake" or _torch_is_cpu_only() else len(_gpu_names())
-        return [f"cuda:{i}" for i in range(num_gpus)] or [CPU]
+        group = config.engine.tensor_parallel_size
+        return [f"cuda:{i}" for i in range(0, num_gpus - group + 1, group)] or [CPU]
     wrong = [name for name in named if not _DEVICE_NAME.fullmatch(name)]
     if wrong or not named:
         raise UsageError(f"--devices {', '.join(wrong) or '(empty)'}: name auto, or cpu and cuda:0, cuda:1, ...")

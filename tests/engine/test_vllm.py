@@ -9,7 +9,7 @@ from batchspec.config import EngineConfig
 from batchspec.engine import load_engine
 from batchspec.engine.prompts import OutputDecoder
 from batchspec.engine.versions import VLLM_DISTRIBUTIONS, vllm_version
-from batchspec.engine.vllm import llm_options, parse_vllm_args, speculative_config
+from batchspec.engine.vllm_load import llm_options, parse_vllm_args, speculative_config, visible_devices
 from batchspec.engine.vllm_routes import engine_key, needs_target_only
 from batchspec.engine.vllm_rows import decode_stats, finished_text, vllm_seed
 from batchspec.errors import MissingDependencyError, UsageError
@@ -151,6 +151,19 @@ def test_what_an_engine_is_loaded_with() -> None:
     assert draft == {"model": "/draft", "num_speculative_tokens": 2}
     with pytest.raises(UsageError, match="has no lookup-then-draft"):
         speculative_config(config, Route(Method.LOOKUP_THEN_DRAFT, 2))
+
+
+@pytest.mark.parametrize(
+    ("seen", "first", "count", "expected"),
+    [(None, 2, 1, "2"), (None, 4, 4, "4,5,6,7"), ("7,5,3,1", 0, 2, "7,5"), ("GPU-a,GPU-b", 1, 1, "GPU-b")],
+)
+def test_a_worker_sees_the_gpus_of_its_group_alone(
+    monkeypatch: pytest.MonkeyPatch, seen: str | None, first: int, count: int, expected: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert visible_devices(first, count) == expected
 
 
 def test_arguments_are_json_where_they_can_be() -> None:
