@@ -32,7 +32,7 @@ def chosen(logits: np.ndarray, row: SampledRow) -> int:
 def test_what_noise_brings_about_is_within_the_noise(name: str) -> None:
     generator = np.random.default_rng(7)
     num_changed = 0
-    for index in range(300):
+    for index in range(100):
         row = place(SETTINGS[name], index)
         logits = generator.normal(0, 3, VOCAB)
         per_logit = 0.3
@@ -40,13 +40,13 @@ def test_what_noise_brings_about_is_within_the_noise(name: str) -> None:
         # a difference between two logits changes by twice what each of them does
         assert token_margin(logits, row, other, 2 * per_logit) <= 2 * per_logit + 1e-6
         num_changed += other != chosen(logits, row)
-    assert num_changed > 5
+    assert num_changed > 1
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_choice_itself_has_no_margin_and_most_others_have_a_large_one(name: str) -> None:
     generator = np.random.default_rng(8)
-    for index in range(50):
+    for index in range(20):
         row = place(SETTINGS[name], index)
         logits = generator.normal(0, 3, VOCAB)
         token = chosen(logits, row)
