@@ -35,7 +35,7 @@ def test_what_noise_brings_about_is_within_the_noise(name: str) -> None:
     for index in range(100):
         row = place(SETTINGS[name], index)
         logits = generator.normal(0, 3, VOCAB)
-        per_logit = 0.3
+        per_logit = 0.3 * max(1.0, SETTINGS[name].temperature)
         other = chosen(logits + generator.uniform(-per_logit, per_logit, VOCAB), row)
         # a difference between two logits changes by twice what each of them does
         assert token_margin(logits, row, other, 2 * per_logit) <= 2 * per_logit + 1e-6
