@@ -66,9 +66,11 @@ def verdict(report: Mapping[str, Any]) -> str:
     if not first or abs(change) < 0.0005 * first:
         return f"{runs[-1]['name']} costs what {runs[0]['name']} cost: {last:,.3f} {unit}."
     most = max(report["comparison"]["components"], key=lambda row: row["changes"][-1] * (1 if change > 0 else -1))
-    word = "more" if change > 0 else "less"
+    relation = f"{change / first:.1%} more than" if change > 0 else f"{-change / first:.1%} less than"
+    if last > 2 * first:
+        relation = f"{last / first:.1f} times as much as"
     return (
-        f"{runs[-1]['name']} costs {abs(change) / first:.1%} {word} than {runs[0]['name']}: {last:,.3f} instead of "
+        f"{runs[-1]['name']} costs {relation} {runs[0]['name']}: {last:,.3f} instead of "
         f"{first:,.3f} {unit}, most of it in {most['name']} ({most['changes'][-1]:+,.3f})."
     )
 

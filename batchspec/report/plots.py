@@ -75,7 +75,7 @@ def plots_of(run: Mapping[str, Any]) -> dict[str, list[Plot]]:
 
 def comparison_plot(runs: Sequence[Mapping[str, Any]], comparison: Mapping[str, Any]) -> Plot:
     """What each component adds to the price of the last run, against the first."""
-    moved = [row for row in comparison["components"] if abs(row["changes"][-1]) > 1e-9]
+    moved = [row for row in comparison["components"] if abs(row["changes"][-1]) >= 5e-4]
     rows = sorted(moved, key=lambda row: abs(row["changes"][-1]))[-MAX_BARS:]
     with mpl.rc_context(_STYLE):
         figure, axes = _figure(len(rows), width=9.6)
