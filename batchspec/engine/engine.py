@@ -101,11 +101,12 @@ class TorchEngine:
         failures: list[Outcome] = []
         while scheduler.has_slot():
             if not scheduler.waiting:
-                request = source.take(wait=not scheduler.live)
-                if not scheduler.live:
+                waits = not scheduler.live and not failures  # only with every outcome handed over
+                request = source.take(wait=waits)
+                if waits:
                     meter.lap("idle")
                 if request is None:
-                    return failures, not scheduler.live
+                    return failures, waits
                 try:
                     scheduler.waiting.append(self._new_sequence(request))
                 except RowError as error:
