@@ -132,8 +132,8 @@ class Audit:
             *(columns(cells, _WIDTHS) for cells in self._lines()),
             f"Reference: a plain {self.dtype} forward of transformers with eager attention over prompt and output. A "
             f"near-tie is a token that rounding can bring about: another was at most {self.noise_logits:.3g} logits "
-            f"ahead, twice the largest effect of {self.dtype} on a difference between logits at {self.noise_positions:,} "
-            "positions of these rows. `widest` is the largest such lead.",
+            f"ahead, twice the largest effect of {self.dtype} on a difference between logits at "
+            f"{self.noise_positions:,} positions of these rows. `widest` is the largest such lead.",
         ]
         if any(check == SUPPORT for _, _, check in self.groups):
             notes.append(

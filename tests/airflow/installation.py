@@ -97,7 +97,7 @@ class Installation:
         rows = self.query("select task_id, state, try_number from task_instance where run_id = ?", run_id)
         return {task: (state, tries) for task, state, tries in rows}
 
-    def wait_until_ended(self, run_id: str, seconds: float = 400) -> str:
+    def wait_until_ended(self, run_id: str, seconds: float = 1200) -> str:
         def ended() -> Any:
             rows = self.query("select state from dag_run where run_id = ?", run_id)
             return rows and rows[0][0] in ENDED and rows[0][0]

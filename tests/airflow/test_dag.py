@@ -65,7 +65,7 @@ def test_the_clock_starts_a_run(airflow: Installation, folder: Path) -> None:
     def scheduled_run() -> Any:
         return airflow.query("select run_id from dag_run where run_type = 'scheduled'")
 
-    [[run_id]] = airflow.wait_for(scheduled_run, 120)
+    [[run_id]] = airflow.wait_for(scheduled_run, 240)
     assert airflow.wait_until_ended(run_id) == "success", airflow.logs(run_id, "generate")
     assert airflow.states(run_id) == DONE_AT_ONCE
     [(next_run, max_active)] = airflow.query("select next_dagrun_create_after, max_active_runs from dag")
@@ -90,7 +90,7 @@ def test_a_run_succeeds_and_leaves_answers_summary_and_page(airflow: Installatio
 def test_a_killed_task_is_retried_and_resumes(airflow: Installation, folder: Path) -> None:
     airflow.trigger("killed", options="--max-new-tokens 64 --max-batch 2")
     output = folder / "answers/killed"
-    airflow.wait_for(lambda: journaled_rows(output) >= 4, 400)
+    airflow.wait_for(lambda: journaled_rows(output) >= 4, 1200)
     [command] = [
         process
         for process in psutil.process_iter(["cmdline"])
@@ -112,7 +112,7 @@ def test_an_update_of_the_prompts_starts_a_run(airflow: Installation, folder: Pa
     def asset_run() -> Any:
         return airflow.query("select run_id from dag_run where run_type = 'asset_triggered'")
 
-    [[run_id]] = airflow.wait_for(asset_run, 120)
+    [[run_id]] = airflow.wait_for(asset_run, 600)
     assert airflow.wait_until_ended(run_id) == "success"
     assert airflow.states(run_id) == DONE_AT_ONCE
     name = run_id.replace(":", "").replace("+", "_")
