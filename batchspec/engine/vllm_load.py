@@ -38,6 +38,8 @@ def load_vllm_engine(
         refuse_other_token_map(tokenizer, load_tokenizer(Path(config.draft_model)))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # An engine core in a process of its own would outlive a killed worker and keep the memory its successor needs.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     options = llm_options(config, route, device, device_share)
     if device.startswith("cuda:"):
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(int(device[5:]), config.tensor_parallel_size)
