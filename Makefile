@@ -107,8 +107,12 @@ fmt: $(STAMP) ## format and fix what can be fixed
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: setup ## the benchmarks of pipelines/benchmarks, one after the other
-	for script in pipelines/benchmarks/*.py; do $(PY) "$$script"; done
+INPUT ?= data/sample_prompts.parquet
+bench: setup ## step times beside the roofline, then static routes on INPUT (quiet machine!)
+	model=$$($(PY) -m batchspec.engine.demo_model | tail -n 1); \
+	$(PY) pipelines/benchmarks/cpu_step.py --model "$$model"; \
+	for batch in 1 8 32; do $(PY) pipelines/benchmarks/routing.py $(INPUT) --model "$$model" --batch $$batch --stride 6 \
+	  --settings target_only,prompt_lookup:2,prompt_lookup:4,prompt_lookup:8; done
 
 clean: ## remove .venv and everything made by tests and runs here
 	rm -rf $(VENV) .venv-* demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -1,6 +1,7 @@
 """The README says what the program does: its tables, options and paths are checked against the code."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -21,9 +22,14 @@ def test_the_column_table_is_the_schemas() -> None:
     assert written[1] == table
 
 
+def commands_of(group: click.Group) -> Iterator[click.Command]:
+    for command in group.commands.values():
+        yield from commands_of(command) if isinstance(command, click.Group) else (command,)
+
+
 def test_every_option_it_names_exists() -> None:
     assert isinstance(cli, click.Group)
-    known = {name for command in cli.commands.values() for option in command.params for name in option.opts}
+    known = {name for command in commands_of(cli) for option in command.params for name in option.opts}
     assert set(re.findall(r"(?<!\w)--[a-z][a-z-]+", README)) <= known | {"--help"}
 
 

@@ -16,11 +16,10 @@ import time
 from collections import deque
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
 from batchspec.accounting.cost import StepAttributionRule
-from batchspec.config import EngineConfig, RouteConfig
+from batchspec.config import EngineConfig, InputConfig, RouteConfig, RunConfig
 from batchspec.engine import load_engine
+from batchspec.pipeline.profiling import readable_rows
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import static_policy
 from batchspec.profile.store import load_profile
@@ -71,20 +70,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
 
-    rows = [
-        r
-        for r in pq.read_table(args.input).to_pylist()[:: args.stride]
-        if args.request_class in (None, r["request_class"])
-    ]
     sampling = SamplingParams(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
     )
-    requests = [
-        Request(
-            i, messages=r["messages"], request_id=r["request_id"], request_class=r["request_class"], sampling=sampling
-        )
-        for i, r in enumerate(rows)
-    ]
+    rows = readable_rows(RunConfig(input=InputConfig(inputs=(args.input,)), sampling=sampling))
+    requests = [row for row in rows[:: args.stride] if args.request_class in (None, row.request_class)]
     config = EngineConfig(model=args.model, draft_model=args.draft_model, dtype=args.dtype, max_batch=args.batch)
     engine = load_engine(config, "cpu", args.threads, 1.0, StepAttributionRule())
     seconds: dict[str, list[float]] = {}

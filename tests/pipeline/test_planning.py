@@ -1,0 +1,89 @@
+"""`plan`: what a job will take, from a hand-made profile and a tokenizer; and profiles that do not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchspec.config import EngineConfig, InputConfig, RouteConfig, RunConfig, RunOptions
+from batchspec.errors import CostLimitExceeded, MismatchError, UsageError
+from batchspec.pipeline.planning import plan_job, refuse_expensive
+from batchspec.pipeline.profiling import build_policy, check_profile, run_fingerprint
+from batchspec.profile.records import AcceptanceCell, ClassSample, Curve, Profile, StepCost
+from batchspec.profile.store import save_profile
+from batchspec.types import Method, SamplingParams
+from tests.engine.tiny import ARCHITECTURES, byte_tokenizer
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """100 rows of two classes, 8 tokens each, a model directory without weights, and a profile that fits."""
+    model = tmp_path / "model"
+    byte_tokenizer().save_pretrained(model)
+    ARCHITECTURES["llama"].save_pretrained(model)
+    prompts = ["abcdefgh"] * 100
+    pq.write_table(pa.table({"prompt": prompts, "request_class": ["copy", "write"] * 50}), tmp_path / "in.parquet")
+    made = RunConfig(
+        input=InputConfig(inputs=(str(tmp_path / "in.parquet"),)),
+        engine=EngineConfig(model=str(model), max_batch=4),
+        sampling=SamplingParams(max_new_tokens=40),
+        routes=RouteConfig(profile=str(tmp_path / "profile.json")),
+        run=RunOptions(devices=("cpu",), price_per_hour=3.6),
+    )
+    save_profile(
+        Profile(
+            created_at="2026-01-01T00:00:00+00:00",
+            fingerprint=run_fingerprint(made),
+            sampling={"temperature": 0.0},
+            max_batch=4,
+            max_new_tokens=40,
+            samples=(ClassSample("copy", (8,) * 9, (40,) * 9), ClassSample("write", (8,) * 9, (40,) * 9)),
+            acceptance=(AcceptanceCell("copy", "prompt_lookup", 3, 500, 500, (480, 470), (20, 10)),),
+            step_cost=StepCost(Curve((1, 256), (0.101, 0.356)), 0.0, 0.0, 0.0, 0.0, 0.0),
+            load_seconds=10.0,
+        ),
+        tmp_path / "profile.json",
+    )
+    return made
+
+
+def test_a_plan_gives_rows_tokens_time_cost_and_the_saving(config: RunConfig) -> None:
+    plan = plan_job(config)
+    assert (plan.rows, plan.input_tokens, plan.output_tokens) == (100, 800, 4000)
+    # 25 batches of 4 rows, 39 steps after the first token, 104 ms a step, 10 s of loading
+    assert plan.target_only_seconds == pytest.approx(10 + 25 * 39 * 0.104, rel=0.05)
+    assert plan.seconds < plan.target_only_seconds
+    assert plan.seconds_low < plan.seconds < plan.seconds_high
+    assert plan.cost_usd == pytest.approx(plan.seconds * 0.001, rel=0.01)
+    assert plan.routes == {"copy": "prompt_lookup k=2", "write": "target_only"}
+    assert plan.verdict.startswith("speculating should save")
+    json.dumps(plan.as_json(), allow_nan=False)
+
+
+def test_a_plan_above_the_limit_is_refused(config: RunConfig) -> None:
+    plan = plan_job(config)
+    refuse_expensive(plan, 1.0)
+    with pytest.raises(CostLimitExceeded, match=r"above --max-cost-usd 0\.01") as caught:
+        refuse_expensive(plan, 0.01)
+    assert caught.value.exit_code == 6
+    with pytest.raises(UsageError, match="--price-per-hour"):
+        refuse_expensive(replace(plan, cost_usd=None), 1.0)
+
+
+def test_a_plan_needs_a_profile(config: RunConfig) -> None:
+    with pytest.raises(UsageError, match="needs --profile"):
+        plan_job(replace(config, routes=RouteConfig()))
+
+
+def test_a_profile_of_something_else_is_refused_or_leaves_the_run_target_only(config: RunConfig) -> None:
+    other = replace(config, run=replace(config.run, threads=7))
+    with pytest.raises(MismatchError, match="threads: profile"):
+        check_profile(other)
+    accepted = check_profile(replace(other, routes=replace(other.routes, accept_stale_profile=True)))
+    assert build_policy(accepted).route("copy", 1).method is Method.TARGET_ONLY
+    assert build_policy(check_profile(config)).route("copy", 1).method is Method.PROMPT_LOOKUP
