@@ -110,7 +110,7 @@ fmt: $(STAMP) ## format and fix what can be fixed
 INPUT ?= data/sample_prompts.parquet
 bench: setup ## step times beside the roofline, then static routes on INPUT (quiet machine!)
 	model=$$($(PY) -m batchspec.engine.demo_model | tail -n 1); \
-	$(PY) pipelines/benchmarks/cpu_step.py --model "$$model"; \
+	$(PY) pipelines/benchmarks/cpu_step.py "$$model"; \
 	for batch in 1 8 32; do $(PY) pipelines/benchmarks/routing.py $(INPUT) --model "$$model" --batch $$batch --stride 6 \
 	  --settings target_only,prompt_lookup:2,prompt_lookup:4,prompt_lookup:8; done
 
