@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from batchspec.engine.prompts import load_tokenizer
 from batchspec.engine.margins import support_margin, token_margin
 from batchspec.engine.model import DTYPES, stop_token_ids
 from batchspec.engine.processors import apply_processors
-from batchspec.engine.prompts import OutputDecoder, PromptEncoder
+from batchspec.engine.prompts import OutputDecoder, PromptEncoder, load_tokenizer
 from batchspec.engine.sampling import SampledRow, Sampler
 from batchspec.errors import RowError, UsageError
 from batchspec.types import FinishReason, Request
