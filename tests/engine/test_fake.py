@@ -358,5 +358,5 @@ def test_it_says_what_it_is_and_loads_by_name() -> None:
 
 
 def test_an_unknown_engine_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="--engine 'tpu' is not one of torch, fake"):
+    with pytest.raises(UsageError, match="--engine 'tpu' is not one of torch, vllm, fake"):
         load_engine(EngineConfig(engine="tpu"), "cpu", 1, 1.0, StepAttributionRule())

@@ -22,7 +22,7 @@ def test_samples_stay_few_and_evenly_spread_however_long_a_job_runs() -> None:
 
 def test_an_attempt_keeps_rows_tokens_and_rows_in_flight(write_prompts: WritePrompts) -> None:
     path = write_prompts(60)
-    config = with_parts(fake_config(path), engine={"fake_tokens_per_second": 800.0}, sampling={"max_new_tokens": 60})
+    config = with_parts(fake_config(path), engine={"fake_tokens_per_second": 150.0}, sampling={"max_new_tokens": 60})
     summary = runner.generate(config)
     attempt = json.loads((path.parent / "in.generated/_batchspec/attempts/0001.json").read_text())
     timeline = attempt["timeline"]
