@@ -107,6 +107,7 @@ class RunOptions:
     ray_num_gpus: float | None = None
     price_per_hour: float | None = None
     max_error_rate: float = 0.0
+    holdout: float = 0.0
     retry_errors: bool = False
     allow_version_change: bool = False
     grace_seconds: float = 10.0

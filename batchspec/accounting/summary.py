@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class JobSummary:
     output: str
     batch_invariant: bool | None
     max_batch: int | None
+    saving: Mapping[str, Any] | None = None
 
     @property
     def wall_seconds(self) -> float:
@@ -97,6 +98,7 @@ class JobSummary:
             "decode_wall_seconds": self.decode_wall_seconds,
             "output_tokens_per_second": self.output_tokens_per_second,
             "max_batch": self.max_batch,
+            "saving": None if self.saving is None else dict(self.saving),
             "mean_live_sequences": job.mean_live_sequences,
             "acceptance_rate": job.stats.acceptance_rate,
             "output_tokens_per_device_second": ratio(job.output_tokens, job.device_seconds),

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchspec.accounting.cost import MeteredTime
+from batchspec.accounting.saving import PairSums
 from batchspec.accounting.summary import AttemptTime
 from batchspec.errors import MismatchError
 from batchspec.io.store import Store, storage_faults
@@ -46,6 +47,7 @@ class Attempt:
     engines: Sequence[Mapping[str, Any]] = ()
     worker_deaths: list[str] = field(default_factory=list)
     timeline: Sequence[Sample] = ()
+    holdout_pairs: Sequence[PairSums] = ()
     end_reason: str | None = None
 
     @property

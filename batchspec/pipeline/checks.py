@@ -54,6 +54,8 @@ def _range_problems(config: RunConfig) -> Iterator[str]:
             yield f"{name} must be above 0, got {reserved}"
     if not run.step_timeout > 0:
         yield f"--step-timeout must be above 0, got {run.step_timeout}"
+    if not 0 <= run.holdout <= 0.5:
+        yield f"--holdout must be between 0 and 0.5, got {run.holdout}"
     if not 0 <= run.max_error_rate <= 1:
         yield f"--max-error-rate must be between 0 and 1, got {run.max_error_rate}"
     if not 0 <= engine.fake_acceptance <= 1:

@@ -10,6 +10,7 @@ from typing import BinaryIO
 import pyarrow.parquet as pq
 
 from batchspec.accounting.cost import ROW_LINES
+from batchspec.accounting.saving import measured_saving
 from batchspec.accounting.summary import JobSummary
 from batchspec.accounting.totals import RowTotals, sum_rows
 from batchspec.config import RunConfig
@@ -68,6 +69,10 @@ def job_summary(rows: RowTotals, attempts: Sequence[Attempt], output: str) -> Jo
         attempts=[attempt.time for attempt in attempts],
         output=output,
         batch_invariant=False if False in invariances else invariances == {True} or None,
+        saving=measured_saving(
+            [pair for attempt in attempts for pair in attempt.holdout_pairs],
+            max((attempt.settings["run"]["holdout"] for attempt in attempts if attempt.holdout_pairs), default=0.0),
+        ),
         max_batch=max((engine["max_batch"] for engine in engines), default=None),
     )
 

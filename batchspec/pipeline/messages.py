@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+from batchspec.accounting.saving import PairSums
 from batchspec.config import RunConfig
 from batchspec.io.inputs import InputSet
 from batchspec.types import Completion, EngineInfo, Outcome, Route
@@ -114,7 +115,7 @@ class Report:
     """Sent every second and at the end: totals so far. `lines` are device seconds by name, up to `at` (monotonic).
 
     `decoding` says that the engine was at work, not waiting and not writing a part: only then can a step hang.
-    `first_admitted_at` and `last_retired_at` are wall-clock times.
+    `holdout_pairs` come with the last report alone. `first_admitted_at` and `last_retired_at` are wall-clock times.
     """
 
     at: float
@@ -123,6 +124,7 @@ class Report:
     decoding: bool
     first_admitted_at: float | None = None
     last_retired_at: float | None = None
+    holdout_pairs: Sequence[PairSums] = ()
 
 
 @dataclass(frozen=True, slots=True)

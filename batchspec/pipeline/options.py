@@ -66,6 +66,7 @@ HELP = {
     "num_speculative_tokens": "Most tokens proposed per step (0: target-only).",
     "min_match_tokens": "Tokens that must match before prompt lookup proposes.",
     "routes_file": "TOML file that maps request classes to methods.",
+    "holdout": "Share of steps to run target-only, at random, to measure what speculation saves.",
     "profile": "A file made by `batchspec profile`, which routes every class by measurement; or none.",
     "accept_stale_profile": "With a profile of something else, run target-only instead of refusing.",
     "executor": "Where workers run: local, or ray (actors on a Ray cluster).",

@@ -20,6 +20,7 @@ from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.devices import device_type, worker_places
 from batchspec.pipeline.identity import model_identity
 from batchspec.pipeline.models import locate_models
+from batchspec.profile.holdout import HoldoutPolicy
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import static_policy
 from batchspec.profile.records import Profile
@@ -34,12 +35,13 @@ PROFILE_COPY_NAME = "_batchspec/profile.json"
 _MOST_ROWS_READ = 20_000
 
 
-def build_policy(config: RunConfig) -> RoutePolicy:
+def build_policy(config: RunConfig) -> HoldoutPolicy:
     """The policy of a worker: by profile where there is one, else as the options say."""
-    if config.routes.profile == NO_PROFILE:
-        return static_policy(config.routes, config.engine.draft_model)
-    profile = load_profile(Path(config.routes.profile))
-    return MeasuredPolicy(profile, available_methods(config), config.engine.max_batch)
+    policy: RoutePolicy = static_policy(config.routes, config.engine.draft_model)
+    if config.routes.profile != NO_PROFILE:
+        profile = load_profile(Path(config.routes.profile))
+        policy = MeasuredPolicy(profile, available_methods(config), config.engine.max_batch)
+    return HoldoutPolicy(policy, config.run.holdout, config.sampling.seed)
 
 
 def available_methods(config: RunConfig) -> frozenset[Method]:

@@ -174,5 +174,6 @@ class Session:
             attempt.decode_wall_seconds = sum(supervisor.decode_wall_seconds for supervisor in supervisors)
             attempt.engines = [asdict(engine) for supervisor in supervisors for engine in supervisor.engines]
             attempt.timeline = self._timeline.samples
+            attempt.holdout_pairs = [pair for supervisor in supervisors for pair in supervisor.holdout_pairs]
         attempt.save(self._store)
         self._saved_at = time.monotonic()

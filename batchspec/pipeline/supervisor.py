@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from batchspec.accounting.cost import ROW_LINES
+from batchspec.accounting.saving import PairSums
 from batchspec.config import RunOptions
 from batchspec.pipeline.deaths import Deaths, raise_if_fatal
 from batchspec.pipeline.interrupts import Interrupts
@@ -159,6 +160,11 @@ class Supervisor:
                 worker.finished = True
             case Failed():
                 worker.failure = message
+
+    @property
+    def holdout_pairs(self) -> list[PairSums]:
+        """What the workers that finished measured of speculation's gain."""
+        return [pair for worker in self._workers if worker.report for pair in worker.report.holdout_pairs]
 
     def _on_report(self, worker: _Worker, report: Report) -> None:
         if worker.report is None or not report.decoding or _engine_seconds(report) > _engine_seconds(worker.report):

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from batchspec.accounting.cost import StepAttributionRule
 from batchspec.engine import SelectiveEngine, load_engine
@@ -17,7 +18,7 @@ from batchspec.pipeline.feed import ShardFeed
 from batchspec.pipeline.messages import Failed, Finished, Link, Ready, Report, WorkerSpec
 from batchspec.pipeline.profiling import build_policy
 from batchspec.pipeline.shards import ShardBook
-from batchspec.types import Engine, EngineInfo, Request, RoutePolicy
+from batchspec.types import Engine, EngineInfo, Request
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Worker:
     def run(self) -> None:
         spec = self._spec
         engine_config = spec.config.engine
-        self._policy: RoutePolicy = build_policy(spec.config)
+        self._policy = build_policy(spec.config)
         attribution = StepAttributionRule()
         engine = load_engine(engine_config, spec.device, spec.threads, spec.device_share, attribution, spec.route)
         # The process's start and the imports: what passed before the engine's own clock ran.
@@ -75,7 +76,8 @@ class Worker:
             book.close()
             feed.close()
             self._closing_seconds = (time.monotonic() - started) * spec.device_share
-        self._link.send(Finished(self._report(engine, feed)))
+        pairs = tuple((*pair.held, *pair.beside) for pair in self._policy.pairs)
+        self._link.send(Finished(replace(self._report(engine, feed), holdout_pairs=pairs)))
         engine.close()
 
     def _rows_served(self, engine: Engine) -> Callable[[Request], bool]:

@@ -1,0 +1,48 @@
+"""Holdout: random blocks without speculation, each compared with its neighbours."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchspec.accounting.saving import measured_saving
+from batchspec.config import RouteConfig
+from batchspec.profile.holdout import BLOCK_STEPS, HoldoutPolicy
+from batchspec.profile.policy import static_policy
+from batchspec.types import Method, StepReport
+
+SPECULATING = static_policy(RouteConfig(Method.PROMPT_LOOKUP, 4))
+
+
+def steps(policy: HoldoutPolicy, count: int, gain: float) -> int:
+    """Steps of 10 ms that commit 8 tokens, or `gain` times as many where the policy speculates; how many were held."""
+    held = 0
+    for _ in range(count):
+        speculates = policy.route("c", 8).method is not Method.TARGET_ONLY
+        held += not speculates
+        policy.observe(StepReport(8, round(8 * gain) if speculates else 8, 0.01))
+    return held
+
+
+def test_without_a_share_nothing_is_held_back() -> None:
+    policy = HoldoutPolicy(SPECULATING, 0.0, seed=1)
+    assert steps(policy, 1000, 2.0) == 0
+    assert policy.pairs == []
+
+
+def test_about_the_share_is_held_in_whole_blocks_and_measures_the_gain() -> None:
+    policy = HoldoutPolicy(SPECULATING, 0.1, seed=1)
+    held = steps(policy, 200 * BLOCK_STEPS, 2.0)
+    assert held % BLOCK_STEPS == 0
+    assert 0.04 < held / (200 * BLOCK_STEPS) < 0.16
+    saving = measured_saving([(*pair.held, *pair.beside) for pair in policy.pairs], held_share=0.1)
+    assert saving is not None
+    assert saving["share"] == pytest.approx(0.5 * 0.9)
+    assert saving["low"] <= saving["share"] <= saving["high"]
+
+
+def test_a_loss_is_a_negative_saving_and_few_pairs_say_nothing() -> None:
+    slower = (100, 1.0, 160, 2.0)
+    saving = measured_saving([slower] * 5, 0.0)
+    assert saving is not None
+    assert saving["share"] == pytest.approx(1 - 100 / 80)
+    assert measured_saving([slower] * 2, 0.0) is None
