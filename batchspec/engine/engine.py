@@ -80,7 +80,8 @@ class TorchEngine:
             yield from outcomes
 
     def close(self) -> None:
-        self.parts.scheduler.live.clear()
+        """Give up the rows in flight."""
+        self.parts.scheduler.clear()
 
     def _step(self, source: RequestSource, policy: RoutePolicy) -> tuple[list[Outcome], bool]:
         failures, ended = self._admit(source)
@@ -89,7 +90,7 @@ class TorchEngine:
         blocks = self._accept(rows, logits)
         finished = self._commit(rows, blocks)
         completions = self._retire(rows, finished)
-        policy.observe(self._report(rows, blocks, finished))
+        policy.observe(self._report(rows, finished))
         return failures + completions, ended
 
     def _admit(self, source: RequestSource) -> tuple[list[Outcome], bool]:
@@ -200,7 +201,8 @@ class TorchEngine:
             num_accepted = min(num_accepted, num_kept)
             sequence.token_ids += block[:num_kept]
             sequence.num_computed += len(row.known) + num_accepted
-            sequence.count_step(row, num_kept, num_accepted, num_live=len(rows))
+            row.num_kept, row.num_accepted = num_kept, num_accepted
+            sequence.count_step(row, num_live=len(rows))
             self.parts.kv.trim(sequence.slot, sequence.num_computed)
             if row.samples and sequence.first_token_at is None:
                 sequence.first_token_at = now
@@ -243,16 +245,16 @@ class TorchEngine:
             completions.append(sequence.completion(now))
         return completions
 
-    def _report(self, rows: list[StepRow], blocks: list[Block], finished: list[Sequence]) -> StepReport:
+    def _report(self, rows: list[StepRow], finished: list[Sequence]) -> StepReport:
         """What the policy learns: tokens per device second, and how each class's proposals fared."""
         drafts = [
-            (row.sequence.request_class, len(row.proposal.token_ids), accepted)
-            for row, (_, accepted) in zip(rows, blocks, strict=True)
+            (row.sequence.request_class, len(row.proposal.token_ids), row.num_accepted)
+            for row in rows
             if row.proposal.token_ids
         ]
         return StepReport(
             num_live=len(rows),
-            tokens=sum(len(block) for block, _ in blocks),
+            tokens=sum(row.num_kept for row in rows),
             decode_seconds=self.parts.meter.decode_seconds(),
             drafts=drafts,
             retired=[

@@ -26,6 +26,9 @@ from batchspec.types import Drafter, EngineInfo, Method, StepAttribution
 _KV_SHARE_CPU = 0.3
 _KV_SHARE_CUDA = 0.85
 
+# What is taken to be free where the system does not say.
+_UNKNOWN_FREE_BYTES = 4 * 2**30
+
 # Prompt tokens that one step takes in, beside its decode rows, in chunks.
 _STEP_PREFILL_CHUNKS = 2
 
@@ -135,10 +138,10 @@ def num_kv_blocks(models: Sequence[PackedModel], config: EngineConfig, device_sh
             raise UsageError(f"--kv-memory {config.kv_memory_bytes}: less than two blocks of {block_bytes} bytes")
     elif target.device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(target.device)
-        allowed = int(free_bytes * _KV_SHARE_CUDA) // block_bytes
+        allowed = int(free_bytes * _KV_SHARE_CUDA * device_share) // block_bytes
     else:
         allowed = int(free_memory_bytes() * _KV_SHARE_CPU * device_share) // block_bytes
-    return 1 + min(wanted, allowed)
+    return min(1 + wanted, allowed)
 
 
 def memory_bytes(model: PackedModel, draft: PackedModel | None, num_blocks: int) -> dict[str, int]:
@@ -166,10 +169,11 @@ def notes(tokenizer: Any, stop_ids: frozenset[int], difference: str | None, devi
 
 def free_memory_bytes() -> int:
     """Memory that this machine could hand out now (Linux: MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.is_file() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return 4 * 2**30
+    return _UNKNOWN_FREE_BYTES
 
 
 def library_versions() -> dict[str, str]:

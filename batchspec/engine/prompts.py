@@ -27,6 +27,8 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._context_tokens = context_tokens
         self._neutralize = neutralize_special_tokens
+        bos = tokenizer.bos_token_id
+        self._adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
         self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
     def encode(self, request: Request) -> list[int]:
@@ -50,9 +52,8 @@ class PromptEncoder:
     def _encode_prompt(self, request: Request) -> list[int]:
         text = request.prompt or ""
         ids: list[int] = self._tokenizer(text, split_special_tokens=self._neutralize)["input_ids"]
-        bos = self._tokenizer.bos_token_id
         # a prompt that spells the start token itself, under a tokenizer that adds one, would start twice
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+        return ids[1:] if self._adds_bos and ids[1:2] == [self._tokenizer.bos_token_id] else ids
 
     def _encode_messages(self, request: Request) -> list[int]:
         if self._tokenizer.chat_template is None:

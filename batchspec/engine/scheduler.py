@@ -32,6 +32,13 @@ class Scheduler:
         self._sum_output_tokens = _PRIOR_OUTPUT_TOKENS * _PRIOR_ROWS
         self._num_finished = _PRIOR_ROWS
 
+    def clear(self) -> None:
+        """Forget all rows, live and waiting."""
+        for sequence in self.live:
+            self._kv.release_slot(sequence.slot)
+        self.live.clear()
+        self.waiting.clear()
+
     def has_slot(self) -> bool:
         return len(self.live) < self._max_batch
 

@@ -90,8 +90,8 @@ class Sequence:
             request.row_key,
         )
 
-    def count_step(self, row: StepRow, num_kept: int, num_accepted: int, num_live: int) -> None:
-        """Count a step that kept `num_kept` tokens of its block, `num_accepted` of them proposals.
+    def count_step(self, row: StepRow, num_live: int) -> None:
+        """Count a step of this row, whose outcome is noted on `row`.
 
         A proposal behind the token that ended the row was never judged; a block that ends inside its accepted prefix
         leaves its target token unused.
@@ -102,14 +102,14 @@ class Sequence:
             return
         self.counter.num_target_steps += 1
         num_proposed = len(row.proposal.token_ids)
-        ended_inside = num_kept == num_accepted
+        ended_inside = row.num_kept == row.num_accepted
         self.counter.num_discarded_tokens += ended_inside
         if num_proposed:
             assert self.route is not None
             self.method = self.route.method
             self.num_speculative_tokens = max(self.num_speculative_tokens, self.route.num_speculative_tokens)
-            rejected = num_accepted < num_proposed and not ended_inside
-            self.counter.record_draft(num_proposed, num_accepted, rejected, row.proposal.from_lookup)
+            rejected = row.num_accepted < num_proposed and not ended_inside
+            self.counter.record_draft(num_proposed, row.num_accepted, rejected, row.proposal.from_lookup)
 
     def times(self, now: float) -> StepTimes:
         first_forward_at = self.first_forward_at if self.first_forward_at is not None else now
@@ -146,13 +146,16 @@ class Sequence:
 
 @dataclass(slots=True)
 class StepRow:
-    """What one sequence brings to one step: known tokens to feed, and what was proposed after them."""
+    """What one sequence brings to one step: known tokens to feed, and what was proposed after them; and, once the step
+    is committed, how many tokens of its block the row kept, and how many of these were proposals."""
 
     sequence: Sequence
     known: Tokens[int]
     proposal: Proposal = NO_PROPOSAL
     prefill: bool = False
     samples: bool = False
+    num_kept: int = 0
+    num_accepted: int = 0
 
     @property
     def num_positions(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from batchspec.engine.drafters import DraftModelDrafter
 from batchspec.engine.drafters.draft_model import fit_vocabulary
 from batchspec.engine.engine import TorchEngine
-from batchspec.engine.kv_cache import KVCache
+from batchspec.engine.kv_cache import BLOCK_TOKENS, KVCache
 from batchspec.engine.model import PackedModel
 from batchspec.engine.packed import Segment
 from batchspec.engine.sampling import SampledRow, Sampler
@@ -35,6 +35,11 @@ class EngineTimer:
         self._draft_kv: KVCache | None = None
         if isinstance(drafter, DraftModelDrafter):
             self.draft, self._draft_kv = drafter.model, drafter.kv
+
+    def most_context(self, num_sequences: int) -> int:
+        """Tokens of context that this many sequences can have at once, room for a wide step left."""
+        blocks = self._kv.num_usable_blocks // num_sequences
+        return min(blocks * BLOCK_TOKENS, self._target.context_tokens) - 2 * BLOCK_TOKENS
 
     def target_seconds(self, shapes: Sequence[Shape], repeats: int) -> dict[Shape, float]:
         """Median seconds per shape of a target forward and the choice of its tokens, repeats interleaved."""

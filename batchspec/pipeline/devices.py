@@ -61,6 +61,10 @@ def _devices(config: RunConfig) -> list[str]:
     wrong = [name for name in named if not _DEVICE_NAME.fullmatch(name)]
     if wrong or not named:
         raise UsageError(f"--devices {', '.join(wrong) or '(empty)'}: name auto, or cpu and cuda:0, cuda:1, ...")
+    num_gpus = 0 if _torch_is_cpu_only() else len(_gpu_names())
+    absent = [name for name in named if name != CPU and int(name[5:]) >= num_gpus]
+    if absent:
+        raise UsageError(f"--devices {', '.join(absent)}: torch sees {num_gpus} GPUs here; name auto or cpu")
     return named
 
 

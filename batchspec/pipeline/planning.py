@@ -33,7 +33,7 @@ _LEAST_SPREAD = 0.1
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Times are wall seconds of all workers together, costs metered cost (load included)."""
+    """Times are wall seconds with all workers at work, costs metered cost (load included)."""
 
     rows: int
     input_tokens: int
@@ -83,16 +83,16 @@ def plan_job(config: RunConfig) -> JobPlan:
 
     plain = Route(Method.TARGET_ONLY)
     places = worker_places(config)
-    batch = config.engine.max_batch * len(places)
+    batch = config.engine.max_batch
 
     def seconds_of(route_of: Callable[[str, int], Route]) -> float:
         steps = simulate(profile, samples, batch, lambda label, n: expected_step(options[label], route_of(label, n)))
-        return profile.load_seconds + steps * scale
+        return profile.load_seconds + steps * scale / len(places)  # workers share the rows evenly
 
     seconds, target_only = seconds_of(routed), seconds_of(lambda label, n: plain)
     spread = max([_LEAST_SPREAD, *(abs(t.seconds / t.predicted_seconds - 1) for t in profile.trials)])
     saving = 1 - seconds / target_only
-    price = config.run.price_per_hour
+    price, num_devices = config.run.price_per_hour, sum(place.device_share for place in places)
     high = seconds * (1 + spread)
     shown = {sample.request_class: _named(routed(sample.request_class, batch)) for sample in samples}
     return JobPlan(
@@ -102,8 +102,8 @@ def plan_job(config: RunConfig) -> JobPlan:
         seconds=round(seconds, 1),
         seconds_low=round(seconds * (1 - spread), 1),
         seconds_high=round(high, 1),
-        cost_usd=cost_usd(seconds, price),
-        cost_usd_high=cost_usd(high, price),
+        cost_usd=cost_usd(seconds * num_devices, price),
+        cost_usd_high=cost_usd(high * num_devices, price),
         target_only_seconds=round(target_only, 1),
         expected_saving=round(saving, 4),
         routes=shown,

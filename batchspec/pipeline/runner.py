@@ -14,7 +14,7 @@ from typing import Any
 from batchspec.accounting.summary import JobSummary
 from batchspec.accounting.table import format_table
 from batchspec.config import RunConfig
-from batchspec.errors import BatchspecError, TooManyErrorRows
+from batchspec.errors import BatchspecError, TooManyErrorRows, UsageError
 from batchspec.io.inputs import InputSet, resolve_inputs
 from batchspec.io.store import Store, open_store, storage_faults
 from batchspec.io.writer import SUCCESS_NAME, commit_part
@@ -86,6 +86,7 @@ def prepare(config: RunConfig) -> Job:
     """Check everything that can be checked before a model loads. Raises UsageError or a subclass."""
     check_config(config)
     output = resolve_output(config.input, config.output)
+    refuse_missing_folder("--summary-file", config.output.summary_file)
     inputs = resolve_inputs(config.input)
     _ = result_schema(config, inputs).arrow  # refuses names that clash
     refuse_large_demo(config.engine, inputs.num_rows)
@@ -98,6 +99,12 @@ def prepare(config: RunConfig) -> Job:
     versions = job_versions(config, device_type(places))
     config = check_profile(replace(config, engine=locate_models(config.engine)))
     return Job(config, inputs, output, places, identity, versions)
+
+
+def refuse_missing_folder(option: str, file: str | None) -> None:
+    """Raise UsageError where a file to be written at the end has no folder to go to."""
+    if file is not None and not Path(file).expanduser().absolute().parent.is_dir():
+        raise UsageError(f"{option} {file}: its folder does not exist")
 
 
 def _claim_output(store: Store, job: Job) -> Manifest:
@@ -182,14 +189,14 @@ def publish_summary(summary: JobSummary, summary_file: str | None) -> None:
     """Print the summary: a table on stderr, and JSON as the last line of stdout and into a file where one is named."""
     figures = summary.as_json()
     line = json_line(figures)
+    print(format_table(figures), file=sys.stderr)
+    sys.stdout.write(line)
+    sys.stdout.flush()
     if summary_file is not None:
         try:
             Path(summary_file).expanduser().write_text(line, encoding="utf-8")
         except OSError as error:
             raise BatchspecError(f"cannot write --summary-file {summary_file}: {error.strerror}") from error
-    print(format_table(figures), file=sys.stderr)
-    sys.stdout.write(line)
-    sys.stdout.flush()
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from batchspec.errors import InputError, UsageError
 from batchspec.ngrams import NgramIndex
 from batchspec.profile.acceptance import DecodedRow, replay_draft, replay_lookup
 from batchspec.profile.predict import predict_seconds
@@ -93,6 +94,10 @@ def measure_profile(
     load_seconds = before.get("load", 0.0) + before.get("warmup", 0.0)
     completions = _decode(engine, requests, steps, limit_seconds=budget.left * 0.5)
     spent = lines(before, engine.metered_seconds)
+    if not completions:
+        raise InputError(
+            "no sampled row was answered within half the budget: raise --budget, or see whether the rows fit the model"
+        )
     rows = [_decoded(c) for c in completions]
     if len(completions) < len(requests):
         skipped.append(f"{len(requests) - len(completions)} of {len(requests)} sampled rows: half the budget was spent")
@@ -206,13 +211,16 @@ def _lookup_seconds(rows: Sequence[DecodedRow]) -> float:
 
 def _step_cost(timer: EngineTimer, max_batch: int, per_sequence: float, per_lookup: float) -> StepCost:
     shapes = [_shape(count, max_batch, _SHORT_CONTEXT) for count in _POSITIONS]
-    far: Shape = (max_batch, 1, _LONG_CONTEXT, False)
+    long_context = min(_LONG_CONTEXT, timer.most_context(max_batch))
+    if long_context <= _SHORT_CONTEXT:
+        raise UsageError("the KV cache is too small to time a full batch: raise --kv-memory, or lower --max-batch")
+    far: Shape = (max_batch, 1, long_context, False)
     near: Shape = (max_batch, 1, _SHORT_CONTEXT, False)
-    wide_far: Shape = (max_batch, _WIDE, _LONG_CONTEXT, False)
+    wide_far: Shape = (max_batch, _WIDE, long_context, False)
     wide_near: Shape = (max_batch, _WIDE, _SHORT_CONTEXT, False)
     chunk: Shape = (1, _CHUNK, _CHUNK, True)
     seconds = timer.target_seconds([*shapes, far, near, wide_far, wide_near, chunk], repeats=5)
-    added_context = max_batch * (_LONG_CONTEXT - _SHORT_CONTEXT)
+    added_context = max_batch * (long_context - _SHORT_CONTEXT)
     per_kv_token = max(0.0, (seconds[far] - seconds[near]) / added_context)
     wide_per_kv_token = max(per_kv_token, (seconds[wide_far] - seconds[wide_near]) / added_context)
     per_position_kv_token = (wide_per_kv_token - per_kv_token) / (_WIDE - 1)

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from batchspec.config import MAX_SPECULATIVE_TOKENS
 from batchspec.profile.marginal import ClassOptions, Option, any_class, class_options
 from batchspec.profile.records import ClassSample, Profile
 from batchspec.types import Method, Route
@@ -38,7 +39,7 @@ def mean_options(profile: Profile) -> tuple[ClassOptions, ...]:
 def expected_step(c: ClassOptions, route: Route) -> Step:
     """What a route gives a class per step, by its measured acceptance."""
     found = [] if route.method is Method.TARGET_ONLY else list(c.by_method.get(route.method, ()))
-    tokens, positions, depths = 1.0, 1.0, [0.0] * 16
+    tokens, positions, depths = 1.0, 1.0, [0.0] * MAX_SPECULATIVE_TOKENS
     for option in found:
         k = _depth(option, route)
         tokens += option.share * sum(option.reach[:k])
@@ -80,7 +81,7 @@ def simulate(
         each = cost.step_seconds(occupancy, positions, context)
         each += cost.per_lookup * sum(steps[label].asks_lookup for _, _, label, _ in live)
         if cost.draft is not None:
-            for depth in range(16):
+            for depth in range(MAX_SPECULATIVE_TOKENS):
                 drafting = sum(steps[label].draft_depths[depth] for _, _, label, _ in live)
                 each += cost.draft.at(drafting) if drafting > 0 else 0.0
         soonest = min(left / steps[label].tokens for left, _, label, _ in live)

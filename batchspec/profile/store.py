@@ -30,6 +30,8 @@ def load_profile(path: Path) -> Profile:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--profile {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise UsageError(f"--profile {path}: not a profile: the file is not text") from None
     adapter = TypeAdapter(with_config(ConfigDict(extra="forbid"))(Profile))
     try:
         profile = adapter.validate_json(text)

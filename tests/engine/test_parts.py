@@ -18,8 +18,18 @@ from batchspec.engine.kv_cache import BLOCK_TOKENS, KVCache, LayerShape
 from batchspec.engine.model import wrap_model
 from batchspec.errors import UnsupportedModelError
 from batchspec.ngrams import NgramIndex, continuation
-from batchspec.types import DraftRow, Method, Proposal, Request, Route, RowFailure, SamplingParams
-from tests.engine.tiny import SHAPE, FixedRoute, build_module, make_engine, requests_for, run
+from batchspec.types import DraftRow, Method, Proposal, Request, Route, RowFailure, SamplingParams, StepReport
+from tests.engine.tiny import (
+    SHAPE,
+    FixedRoute,
+    OracleDrafter,
+    build_module,
+    byte_tokenizer,
+    generate,
+    make_engine,
+    requests_for,
+    run,
+)
 
 
 def small_cache(num_blocks: int = 9, max_sequences: int = 4) -> KVCache:
@@ -209,3 +219,22 @@ def test_row_seconds_and_lines_add_up() -> None:
     on_rows = sum(spent.get(line, 0.0) for line in ("prefill", "draft", "verify", "overhead"))
     assert rows <= on_rows + 1e-9
     assert rows >= 0.9 * on_rows
+
+
+def test_what_a_policy_learns_are_the_tokens_that_reached_the_output() -> None:
+    """A block that ends inside its accepted prefix gives fewer tokens than it has."""
+
+    class Listening(FixedRoute):
+        tokens = 0
+
+        def observe(self, step: StepReport) -> None:
+            self.tokens += step.tokens
+
+    module = build_module("llama", seed=8)
+    whole = generate(module, byte_tokenizer()("abcxyz12")["input_ids"], 24)
+    module.generation_config.eos_token_id = whole[5]
+    policy = Listening(Method.DRAFT_MODEL, 8)
+    engine = make_engine(module, drafters={Method.DRAFT_MODEL: OracleDrafter({0: whole}, [True])})
+    outcome = run(engine, requests_for(["abcxyz12"], max_new_tokens=24), policy)[0]
+    assert policy.tokens == outcome.output_tokens  # type: ignore[union-attr]
+    assert outcome.stats.num_discarded_tokens > 0  # type: ignore[union-attr]

@@ -138,9 +138,9 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "p.json") == profile_of()
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"surprise": 1}'])
-def test_what_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text(text)
+@pytest.mark.parametrize("content", [b"{", b"{}", b'{"surprise": 1}', b"PAR1\xff\xfe"])
+def test_what_is_no_profile_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_bytes(content)
     with pytest.raises(UsageError, match="not a profile"):
         load_profile(tmp_path / "p.json")
 
