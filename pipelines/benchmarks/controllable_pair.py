@@ -1,6 +1,6 @@
 """Target and drafts whose speed and acceptance are known beforehand, made from one small model.
 
-  python pipelines/benchmarks/controllable_pair.py --model DIR --output DIR [--copies 2]
+  python pipelines/benchmarks/controllable_pair.py --model DIR --output DIR [--copies 5]
 
 Writes `target` (the model with each layer followed by `copies` layers whose output projections are zero: the same
 text at a multiple of the cost), `good` (the model itself: every proposal right), `noisy` (noise on its weights: some
@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--copies", type=int, default=2)
+    parser.add_argument("--copies", type=int, default=5)
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
