@@ -105,7 +105,6 @@ class Route:
     min_match_tokens: int = 2
     num_tokens_by_match: tuple[int, ...] = ()
     num_draft_tokens: int | None = None
-    profile_cell: str | None = None
 
     def tokens_for_match(self, match_tokens: int) -> int:
         """Most tokens to propose where `match_tokens` tokens matched."""

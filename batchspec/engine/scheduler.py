@@ -24,7 +24,6 @@ class Scheduler:
         self.live: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
-        self.max_live = 0
         self._kv = kv
         self._max_batch = max_batch
         self._chunk = prefill_chunk_tokens
@@ -56,7 +55,6 @@ class Scheduler:
     def admit(self, sequence: Sequence) -> None:
         sequence.slot = self._kv.acquire_slot()
         self.live.append(sequence)
-        self.max_live = max(self.max_live, len(self.live))
 
     def retire(self, sequence: Sequence) -> None:
         """The row has ended: give its slot and blocks back, and remember how long its answer was."""

@@ -16,8 +16,8 @@ from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.devices import worker_places
 from batchspec.pipeline.models import locate_models
 from batchspec.pipeline.profiling import NO_PROFILE, available_methods, check_profile, readable_rows
-from batchspec.profile.marginal import ANY_CLASS
 from batchspec.profile.measured import MeasuredPolicy
+from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.predict import expected_step, mean_options, simulate
 from batchspec.profile.records import ClassSample, Profile
 from batchspec.profile.store import load_profile

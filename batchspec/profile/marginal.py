@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 
 from batchspec.config import MAX_MATCH_TOKENS, MAX_SPECULATIVE_TOKENS
+from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.records import AcceptanceCell, Profile, StepCost
 from batchspec.stats import add_per_pos
 from batchspec.types import Method, Route
@@ -28,8 +29,6 @@ _MARGIN = 0.1
 _LEAST_GAIN = 0.005
 
 _ROUNDS = 12
-
-ANY_CLASS = "*"
 
 
 @dataclass(frozen=True)
@@ -272,7 +271,6 @@ def _decision(
         min_match_tokens=min_match_tokens(c),
         num_tokens_by_match=by_match if lookup else (),
         num_draft_tokens=depths.get(None, 0),
-        profile_cell=f"{c.request_class}@{occupancy}",
     )
     tokens_per_step = 1 + sum(o.share * sum(o.reach[: depths.get(o.match_tokens, 0)]) for o in used)
     return Decision(c.request_class, occupancy, route, break_even, first, tokens_per_step)

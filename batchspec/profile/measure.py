@@ -45,7 +45,9 @@ class Budget:
         return self.seconds - (perf_counter() - self.started_at)
 
 
-class _Source:
+class ListSource:
+    """Requests that are all at hand."""
+
     def __init__(self, requests: Iterable[Request]) -> None:
         self._requests = deque(requests)
 
@@ -164,7 +166,7 @@ def _decode(
     deadline = perf_counter() + limit_seconds
     by_index = {request.row_index: request for request in requests}
 
-    class Limited(_Source):
+    class Limited(ListSource):
         def take(self, wait: bool) -> Request | None:
             return super().take(wait) if perf_counter() < deadline else None
 
@@ -273,7 +275,7 @@ def _trials(
             return tuple(trials), (f"trial of {route.method}: {expected:.0f} s do not fit into what is left",)
         say(f"trial: {route.method} k={route.num_speculative_tokens} at batch {engine.info.max_batch}")
         started, tokens = perf_counter(), 0
-        for outcome in engine.run(_Source(requests), _Fixed(route)):
+        for outcome in engine.run(ListSource(requests), _Fixed(route)):
             tokens += outcome.output_tokens if isinstance(outcome, Completion) else 0
         seconds = perf_counter() - started
         trials.append(

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from batchspec.profile.acceptance import DecodedRow, replay_lookup
-from batchspec.profile.marginal import ANY_CLASS, Decision, any_class, class_options, decide
+from batchspec.profile.marginal import Decision, any_class, class_options, decide
+from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.records import Profile
 from batchspec.types import Method, Route, StepReport
 from batchspec.workload import label_of

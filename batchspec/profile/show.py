@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from batchspec.profile.marginal import ANY_CLASS, Decision
+from batchspec.profile.marginal import Decision
 from batchspec.profile.measured import MeasuredPolicy
+from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.records import Profile, Trial
 from batchspec.types import Method
 

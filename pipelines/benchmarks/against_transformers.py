@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import deque
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,16 +17,9 @@ from batchspec.accounting.cost import StepAttributionRule
 from batchspec.config import EngineConfig, InputConfig, RouteConfig, RunConfig
 from batchspec.engine import load_engine
 from batchspec.pipeline.profiling import readable_rows
+from batchspec.profile.measure import ListSource
 from batchspec.profile.policy import static_policy
-from batchspec.types import Completion, Method, Request, SamplingParams
-
-
-class ListSource:
-    def __init__(self, requests: list[Request]) -> None:
-        self._requests = deque(requests)
-
-    def take(self, wait: bool) -> Request | None:
-        return self._requests.popleft() if self._requests else None
+from batchspec.types import Completion, Method, SamplingParams
 
 
 def main() -> int:

@@ -13,25 +13,17 @@ import json
 import statistics
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
 from batchspec.accounting.cost import StepAttributionRule
 from batchspec.config import EngineConfig, InputConfig, RouteConfig, RunConfig
 from batchspec.engine import load_engine
 from batchspec.pipeline.profiling import readable_rows
+from batchspec.profile.measure import ListSource
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import static_policy
 from batchspec.profile.store import load_profile
-from batchspec.types import Completion, Method, Request, RoutePolicy, SamplingParams
-
-
-class ListSource:
-    def __init__(self, requests: list[Request]) -> None:
-        self._requests = deque(requests)
-
-    def take(self, wait: bool) -> Request | None:
-        return self._requests.popleft() if self._requests else None
+from batchspec.types import Completion, Method, RoutePolicy, SamplingParams
 
 
 def policies(args: argparse.Namespace) -> dict[str, RoutePolicy]:

@@ -10,8 +10,9 @@ import pytest
 
 from batchspec.errors import MismatchError, UsageError
 from batchspec.profile.acceptance import DecodedRow, replay_draft, replay_lookup
-from batchspec.profile.marginal import ANY_CLASS, ClassOptions, Option, class_options, decide
+from batchspec.profile.marginal import ClassOptions, Option, class_options, decide
 from batchspec.profile.measured import WINDOW_TOKENS, MeasuredPolicy
+from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.predict import predict_seconds
 from batchspec.profile.records import AcceptanceCell, ClassSample, Curve, Profile, StepCost
 from batchspec.profile.show import format_profile
