@@ -6,13 +6,14 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
 import batchspec
 from batchspec.errors import BatchspecError
-from batchspec.pipeline.options import run_config, run_options
+from batchspec.pipeline.options import profile_config, profile_options, run_config, run_options
 
 STARTED_AT = time.monotonic()
 
@@ -56,33 +57,26 @@ def profile() -> None:
 @profile.command()
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @run_options
-@click.option(
-    "--budget", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Most seconds to measure."
-)
-@click.option(
-    "--sample-rows", type=click.IntRange(min=1), default=48, show_default=True, help="Rows to decode, over all classes."
-)
-@click.option("--if-stale", is_flag=True, help="Keep a profile that still fits this machine and these models.")
+@profile_options
 @click.pass_context
-def measure(
-    context: click.Context, /, inputs: tuple[str, ...], budget: float, sample_rows: int, if_stale: bool, **_: object
-) -> None:
+def measure(context: click.Context, /, inputs: tuple[str, ...], **_: object) -> None:
     """Measure acceptance and step cost on a sample of INPUT; -o names the profile's file."""
-    from batchspec.pipeline.profiling import make_profile, show_profile
+    from batchspec.pipeline.measuring import make_profile, show_profile
 
     config = run_config(context, inputs)
-    path = config.output.output or "profile.json"
-    make_profile(config, path, budget, sample_rows, if_stale, lambda line: click.echo(line, err=True))
-    click.echo(show_profile(path))
+    path = Path(config.output.output or "profile.json").expanduser().absolute()
+    make_profile(config, path, profile_config(context), lambda line: click.echo(line, err=True))
+    click.echo(show_profile(str(path)))
 
 
 @profile.command()
 @click.argument("file")
-def show(file: str) -> None:
-    """Show a profile: the verdict, the routes by class and live rows, the trials."""
-    from batchspec.pipeline.profiling import show_profile
+@click.option("--image", metavar="FILE", help="Draw the curves into this file (.png, .svg, .pdf).")
+def show(file: str, image: str | None) -> None:
+    """Show a profile: the verdict, the routes by class and live rows, the curves, the trials."""
+    from batchspec.pipeline.measuring import show_profile
 
-    click.echo(show_profile(file))
+    click.echo(show_profile(file, image))
 
 
 @cli.command()

@@ -11,6 +11,8 @@ from batchspec.types import Method, SamplingParams
 
 DEMO_MODEL = "demo"
 DEMO_MAX_ROWS = 1000
+NO_PROFILE = "none"
+AUTO_PROFILE = "auto"
 MAX_SPECULATIVE_TOKENS = 16
 MAX_MATCH_TOKENS = 8
 
@@ -78,13 +80,14 @@ class EngineConfig:
 @dataclass(frozen=True)
 class RouteConfig:
     """The route of rows that nothing else says more about; `routes_file` maps classes to routes (TOML), and a
-    `profile` (a file, or `none`) routes by measurement instead."""
+    `profile` routes by measurement instead: a file, `auto` (measured for this job), `none`, or None (one from the
+    cache where nothing else is said)."""
 
     method: Method = Method.TARGET_ONLY
     num_speculative_tokens: int = 4
     min_match_tokens: int = 2
     routes_file: str | None = None
-    profile: str = "none"
+    profile: str | None = None
     accept_stale_profile: bool = False
 
 
@@ -123,3 +126,17 @@ class RunConfig:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     routes: RouteConfig = field(default_factory=RouteConfig)
     run: RunOptions = field(default_factory=RunOptions)
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """How to measure, beside what a run's own options say. `methods` are comma-separated, empty for all that are
+    possible; `trace` is a file for one step of `trace_cell`."""
+
+    budget: float = 120.0
+    sample_rows: int = 48
+    methods: str = ""
+    max_depth: int = 8
+    if_stale: bool = False
+    trace: str | None = None
+    trace_cell: str = "prompt-lookup:4:8"

@@ -189,13 +189,14 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did: what a policy may learn from. `tokens` were committed over all rows in `decode_seconds` of the
-    device (prefill left out); `drafts` are (request class, proposed, accepted) of the rows that proposed; `retired` are
-    (request class, prompt + output ids, prompt tokens) of the rows that ended without ever proposing."""
+    """What a policy may learn of one step: `tokens` committed over all rows in `decode_seconds` of the device (prefill
+    left out); rows pre-empted since the engine was loaded; `drafts` (request class, proposed, accepted) of the rows
+    that proposed; `retired` (request class, prompt + output ids, prompt tokens) of the rows that never did."""
 
     num_live: int
     tokens: int
     decode_seconds: float
+    num_preemptions: int = 0
     drafts: Sequence[tuple[str, int, int]] = ()
     retired: Sequence[tuple[str, Sequence[int], int]] = ()
 

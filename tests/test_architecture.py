@@ -16,7 +16,7 @@ LEVELS = [
     {"config"},
     {"workload", "ngrams", "io.schema"},
     {"io", "engine", "profile", "accounting.cost"},
-    {"profile.measure", "accounting", "report", "audit"},
+    {"profile.measure", "profile.trials", "accounting", "report", "audit"},
     {"pipeline"},
     {"cli"},
     {"__main__"},

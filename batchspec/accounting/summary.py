@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchspec.accounting.cost import Ledger, MeteredTime, cost_usd, usd_per_million
 from batchspec.accounting.totals import RowTotals
+from batchspec.accounting.usage import Usage
 from batchspec.stats import ratio
 
 
@@ -44,6 +45,7 @@ class JobSummary:
     batch_invariant: bool | None
     max_batch: int | None
     saving: Mapping[str, Any] | None = None
+    usage: Usage = field(default_factory=Usage)
 
     @property
     def wall_seconds(self) -> float:
@@ -100,6 +102,8 @@ class JobSummary:
             "max_batch": self.max_batch,
             "saving": None if self.saving is None else dict(self.saving),
             "mean_live_sequences": job.mean_live_sequences,
+            **asdict(self.usage),
+            "route_events": list(self.usage.route_events),
             "acceptance_rate": job.stats.acceptance_rate,
             "output_tokens_per_device_second": ratio(job.output_tokens, job.device_seconds),
             "tokens_per_target_step": job.stats.tokens_per_target_step(job.output_tokens),

@@ -76,8 +76,9 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
         f"{summary['rows']:,} rows, {summary['error_rows']:,} of them errors; {summary['input_tokens']:,} input and "
         f"{summary['output_tokens']:,} output tokens in {summary['decode_wall_seconds']:.1f} s of decoding "
         f"({summary['wall_seconds']:.1f} s in all): {number(summary['output_tokens_per_second'], 1)} tokens/s.",
-        f"Batch: at most {summary['max_batch'] or '-'}, {number(summary['mean_live_sequences'], 1)} live on average; "
-        f"results independent of it (batch_invariant): {yes_no[summary['batch_invariant']]}.",
+        f"Batch: at most {summary['max_batch'] or '-'}, {number(summary['mean_live_sequences'], 1)} live on average, "
+        f"{summary['peak_live_sequences'] or '-'} at the peak; results independent of it (batch_invariant): "
+        f"{yes_no[summary['batch_invariant']]}.",
         f"Metered: {summary['device_seconds']:.1f} device seconds = {' + '.join(device_seconds)}.",
     ]
     if summary["cost_usd"] is None:
@@ -91,4 +92,9 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
     if summary["error_types"]:
         kinds = ", ".join(f"{printable(kind)} {count:,}" for kind, count in summary["error_types"].items())
         notes.append(f"Error rows: {kinds}.")
-    return notes
+    if summary["peak_memory_bytes"] is not None:
+        waited = f"; {summary['num_preemptions']:,} times a row gave its KV cache back" * bool(
+            summary["num_preemptions"]
+        )
+        notes.append(f"Memory: a worker held up to {summary['peak_memory_bytes'] / 2**30:.1f} GiB{waited}.")
+    return [*notes, *(f"Route: {event}." for event in summary["route_events"])]

@@ -1,11 +1,11 @@
-"""What a model must pass before a row is decoded with it: supported parts, a packed forward that agrees with the
-model's own, and a probe of whether results depend on the shape of the batch."""
+"""What a model must pass before a row is decoded with it: supported parts, and a packed forward that agrees with the
+model's own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,6 @@ from batchspec.engine import attention, cpu
 from batchspec.engine.kv_cache import KVCache, LayerShape, blocks_for
 from batchspec.engine.packed import Segment, pack
 from batchspec.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from batchspec.engine.model import PackedModel
 
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -160,49 +157,3 @@ def _packed_logits(module: Any, layers: tuple[LayerShape, ...], rows: list[list[
         for part, piece in zip(parts, logits.float().split([len(s.token_ids) for s in segments]), strict=True):
             part.append(piece)
     return [torch.cat(part) for part in parts]
-
-
-def probe_batch_invariance(model: PackedModel, max_rows: int = 640) -> str | None:
-    """None where a sequence's logits have the same bits alone and in every mix tried, else what differed first.
-
-    Tried: prefill alone and beside others; six tokens decoded one by one, in blocks, and beside 2 to `max_rows` rows.
-    """
-    generator = torch.Generator().manual_seed(1)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(model.vocab_size, (count,), generator=generator).tolist()
-
-    prompt, answer, filler = tokens(45), tokens(6), tokens(16)
-    num_fillers = -(-max_rows // len(filler))
-    length = len(prompt) + len(answer)
-    kv = model.new_cache(1 + (2 + num_fillers) * blocks_for(length), 2 + num_fillers)
-    alone, mixed, *others = [kv.acquire_slot() for _ in range(2 + num_fillers)]
-    for slot in (alone, mixed, *others):
-        kv.reserve(slot, length)
-
-    def decode(slot: int, first: int, last: int) -> Segment:
-        return Segment(slot, answer[first:last], len(prompt) + first, False, range(last - first))
-
-    def prefill(slot: int, ids: list[int]) -> Segment:
-        return Segment(slot, ids, 0, True, (len(ids) - 1,))
-
-    expected_prefill = model.forward([prefill(alone, prompt)], kv)[0]
-    expected = torch.cat([model.forward([decode(alone, i, i + 1)], kv) for i in range(len(answer))])
-    beside_others = [prefill(mixed, prompt), *(prefill(s, filler) for s in others)]
-    if not torch.equal(model.forward(beside_others, kv)[0], expected_prefill):
-        return f"a prefill beside {len(others)} others"
-    for first, last in ((0, 2), (2, 6), (0, 6)):
-        if not torch.equal(model.forward([decode(mixed, first, last)], kv), expected[first:last]):
-            return f"{last - first} positions decoded in one step"
-    num_rows = len(answer) + 1
-    while num_rows <= max_rows:
-        mates, left = [], num_rows - len(answer)
-        for slot in others:
-            block = filler[: min(left, len(filler))]
-            if block:
-                mates.append(Segment(slot, block, 0, False, range(len(block))))
-            left -= len(block)
-        if not torch.equal(model.forward([decode(mixed, 0, 6), *mates], kv)[:6], expected):
-            return f"a step of {num_rows} rows"
-        num_rows = num_rows * 2 + 1
-    return None

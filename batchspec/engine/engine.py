@@ -256,6 +256,7 @@ class TorchEngine:
             num_live=len(rows),
             tokens=sum(row.num_kept for row in rows),
             decode_seconds=self.parts.meter.decode_seconds(),
+            num_preemptions=self.parts.scheduler.num_preemptions,
             drafts=drafts,
             retired=[
                 (sequence.request_class, sequence.token_ids, sequence.num_prompt_tokens)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from batchspec.config import EngineConfig
-from batchspec.engine import checks, cpu
+from batchspec.engine import cpu
 from batchspec.engine.acceptance import CoupledRule, RejectionRule
 from batchspec.engine.drafters import DraftModelDrafter, LookupThenDraftDrafter, PromptLookupDrafter
 from batchspec.engine.engine import EngineParts, TorchEngine
 from batchspec.engine.kv_cache import BLOCK_TOKENS, blocks_for, bytes_per_block
 from batchspec.engine.meter import Meter
 from batchspec.engine.model import PackedModel, load_model, stop_token_ids
+from batchspec.engine.probe import probe_engine
 from batchspec.engine.prompts import OutputDecoder, PromptEncoder, load_tokenizer
 from batchspec.engine.sampling import Sampler
 from batchspec.engine.scheduler import Scheduler
@@ -44,7 +45,9 @@ def load_torch_engine(
     draft = load_draft(config, tokenizer, device)
     models = [model] if draft is None else [model, draft]
     meter.lap("load")
-    difference = checks.probe_batch_invariance(model)
+    stop_ids = stop_token_ids(model.module)
+    sampler = Sampler(stop_ids)
+    difference = probe_engine(model, draft, sampler)
     if difference is not None and config.require_exact:
         raise UsageError(
             f"--require-exact: on this {device} in {model.dtype} the bits of a row depend on its batch ({difference}); "
@@ -52,8 +55,6 @@ def load_torch_engine(
         )
     num_blocks = num_kv_blocks(models, config, device_share)
     kv = model.new_cache(num_blocks, config.max_batch)
-    stop_ids = stop_token_ids(model.module)
-    sampler = Sampler(stop_ids)
     drafters: dict[Method, Drafter] = {Method.PROMPT_LOOKUP: PromptLookupDrafter()}
     if draft is not None:
         draft_kv = draft.new_cache(num_blocks, config.max_batch)
@@ -86,7 +87,7 @@ def load_torch_engine(
             draft_model=config.draft_model,
             memory_bytes=memory_bytes(model, draft, num_blocks),
             versions=library_versions(),
-            notes=notes(tokenizer, stop_ids, difference, device),
+            notes=(*notes(tokenizer, stop_ids, difference, device), *memory_notes(models, config, num_blocks)),
         ),
     )
     meter.lap("warmup")
@@ -165,6 +166,20 @@ def notes(tokenizer: Any, stop_ids: frozenset[int], difference: str | None, devi
     if device == "cpu" and (reason := cpu.unavailable_reason()) is not None:
         found.append(f"plain torch decodes, slowly: {reason}")
     return tuple(found)
+
+
+def memory_notes(models: Sequence[PackedModel], config: EngineConfig, num_blocks: int) -> list[str]:
+    """Says so where the memory for K and V cannot hold `max_batch` rows of full context."""
+    num_tokens = (num_blocks - 1) * BLOCK_TOKENS
+    per_row = num_tokens // config.max_batch
+    if per_row >= models[0].context_tokens:
+        return []
+    sizes = [bytes_per_block(model.layers, model.dtype) // BLOCK_TOKENS for model in models]
+    of_draft = f" and {sizes[1]:,} in the draft's" if len(sizes) > 1 else ""
+    return [
+        f"the KV cache holds {num_tokens:,} tokens ({sizes[0]:,} bytes each in the target's{of_draft}): {per_row:,} "
+        f"for each of {config.max_batch} rows. Longer rows leave room for fewer of them; raise --kv-memory for more"
+    ]
 
 
 def free_memory_bytes() -> int:

@@ -48,6 +48,7 @@ class Attempt:
     worker_deaths: list[str] = field(default_factory=list)
     timeline: Sequence[Sample] = ()
     holdout_pairs: Sequence[PairSums] = ()
+    usage: Mapping[str, Any] = field(default_factory=dict)
     end_reason: str | None = None
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from batchspec.config import RouteConfig, RunConfig
+from batchspec.config import AUTO_PROFILE, NO_PROFILE, RunConfig
 from batchspec.engine import ENGINES
 from batchspec.errors import UsageError
 from batchspec.profile.policy import static_policy
@@ -23,6 +23,7 @@ def check_config(config: RunConfig) -> None:
         *_range_problems(config),
         *_choice_problems(config),
         *_route_problems(config),
+        *_auto_profile_problems(config),
         *_vllm_problems(config),
     ]
     if problems:
@@ -74,12 +75,17 @@ def _choice_problems(config: RunConfig) -> Iterator[str]:
             yield f"{name} must be one of {', '.join(known)}, got {value!r}"
 
 
+def _auto_profile_problems(config: RunConfig) -> Iterator[str]:
+    if config.routes.profile == AUTO_PROFILE and (config.engine.engine, config.run.executor) != ("torch", "local"):
+        yield "--profile auto measures --engine torch on this machine: name a file for another engine or executor"
+
+
 def _vllm_problems(config: RunConfig) -> Iterator[str]:
     if config.engine.engine != "vllm":
         if config.engine.vllm_arg:
             yield "--vllm-arg needs --engine vllm"
         return
-    if config.routes.profile != RouteConfig().profile:
+    if config.routes.profile not in (None, NO_PROFILE):
         yield "--profile: --engine vllm follows --method and --routes alone"
     if not _route_problems(config):
         policy = static_policy(config.routes, config.engine.draft_model)

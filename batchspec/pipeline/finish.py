@@ -13,6 +13,7 @@ from batchspec.accounting.cost import ROW_LINES
 from batchspec.accounting.saving import measured_saving
 from batchspec.accounting.summary import JobSummary
 from batchspec.accounting.totals import RowTotals, sum_rows
+from batchspec.accounting.usage import Usage, combine
 from batchspec.config import RunConfig
 from batchspec.errors import BatchspecError
 from batchspec.io.inputs import InputSet
@@ -73,6 +74,7 @@ def job_summary(rows: RowTotals, attempts: Sequence[Attempt], output: str) -> Jo
             [pair for attempt in attempts for pair in attempt.holdout_pairs],
             max((attempt.settings["run"]["holdout"] for attempt in attempts if attempt.holdout_pairs), default=0.0),
         ),
+        usage=combine(Usage(**attempt.usage) for attempt in attempts),
         max_batch=max((engine["max_batch"] for engine in engines), default=None),
     )
 

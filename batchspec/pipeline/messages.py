@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from batchspec.accounting.saving import PairSums
+from batchspec.accounting.usage import Usage
 from batchspec.config import RunConfig
 from batchspec.io.inputs import InputSet
 from batchspec.types import Completion, EngineInfo, Outcome, Route
@@ -125,6 +126,7 @@ class Report:
     first_admitted_at: float | None = None
     last_retired_at: float | None = None
     holdout_pairs: Sequence[PairSums] = ()
+    usage: Usage = field(default_factory=Usage)
 
 
 @dataclass(frozen=True, slots=True)

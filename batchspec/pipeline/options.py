@@ -15,7 +15,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from batchspec.config import RouteConfig, RunConfig, RunOptions
+from batchspec.config import (
+    MAX_SPECULATIVE_TOKENS,
+    NO_PROFILE,
+    ProfileOptions,
+    RouteConfig,
+    RunConfig,
+    RunOptions,
+)
 from batchspec.types import Method
 
 NAMES = {
@@ -67,7 +74,8 @@ HELP = {
     "min_match_tokens": "Tokens that must match before prompt lookup proposes.",
     "routes_file": "TOML file that maps request classes to methods.",
     "holdout": "Share of steps to run target-only, at random, to measure what speculation saves.",
-    "profile": "A file made by `batchspec profile`, which routes every class by measurement; or none.",
+    "profile": "A file made by `batchspec profile`, which routes every class by measurement; auto measures one for "
+    "this job if it is long enough; none. By default one that fits is taken from the cache.",
     "accept_stale_profile": "With a profile of something else, run target-only instead of refusing.",
     "executor": "Where workers run: local, or ray (actors on a Ray cluster).",
     "workers": "Worker processes; every GPU gets at least one.",
@@ -84,7 +92,21 @@ HELP = {
     "step_timeout": "Seconds after which a step is taken for hung and its worker replaced.",
     "max_worker_deaths": "Worker deaths after which the job ends.",
 }
+PROFILE_HELP = {
+    "budget": "Most seconds to measure.",
+    "sample_rows": "Rows to decode, over all classes.",
+    "methods": "Methods to measure, comma-separated; all that are possible by default.",
+    "max_depth": "Most tokens proposed per step (--min-match-tokens is the least match of prompt lookup).",
+    "if_stale": "Keep a profile that still fits this machine and these models.",
+    "trace": "Write one step as a Chrome trace to this file.",
+    "trace_cell": "The step to trace: METHOD:K:LIVE_ROWS[:CLASS].",
+}
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\"}
+_PROFILE_RANGES = {
+    "budget": click.FloatRange(min=1),
+    "sample_rows": click.IntRange(min=1),
+    "max_depth": click.IntRange(min=1, max=MAX_SPECULATIVE_TOKENS),
+}
 _SIZE = re.compile(r"(\d+)\s*(?:([KMGT])i?)?B?", re.IGNORECASE)
 
 
@@ -96,12 +118,31 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--config", is_eager=True, expose_value=False, callback=_read_config, help=config_help)(command)
 
 
+def profile_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command every option of ProfileOptions."""
+    kinds = typing.get_type_hints(ProfileOptions)
+    for field in reversed(fields(ProfileOptions)):
+        flag = "--" + field.name.replace("_", "-")
+        kind, shown = _without_none(kinds[field.name]), field.default not in (None, "", False)
+        common: dict[str, Any] = {"help": PROFILE_HELP[field.name], "default": field.default, "show_default": shown}
+        common |= {"is_flag": True} if kind is bool else {"type": _PROFILE_RANGES.get(field.name, kind)}
+        command = click.option(flag, field.name, **common)(command)
+    return command
+
+
+def profile_config(context: click.Context) -> ProfileOptions:
+    """The ProfileOptions that the options of `context` make up."""
+    return ProfileOptions(**{field.name: context.params[field.name] for field in fields(ProfileOptions)})
+
+
 def run_config(context: click.Context, inputs: tuple[str, ...]) -> RunConfig:
     """The configuration that the options of `context` make up."""
     values: dict[str, dict[str, Any]] = {part.name: {} for part in fields(RunConfig)}
     for part_name, field, _ in option_fields():
         values[part_name][field.name] = context.params[field.name]
     values["input"]["inputs"] = inputs
+    if context.get_parameter_source("method") is not ParameterSource.DEFAULT and context.params["profile"] is None:
+        values["routes"]["profile"] = NO_PROFILE  # a method that somebody asked for, be it target-only
     if context.get_parameter_source("stop") is ParameterSource.COMMANDLINE:
         values["sampling"]["stop"] = tuple(_unescape(stop) for stop in values["sampling"]["stop"])
     hints = typing.get_type_hints(RunConfig)

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.accounting.cost import cost_usd
-from batchspec.config import RunConfig
+from batchspec.config import AUTO_PROFILE, NO_PROFILE, RunConfig
 from batchspec.errors import CostLimitExceeded, RowError, UsageError
 from batchspec.io.inputs import resolve_inputs
 from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.devices import worker_places
+from batchspec.pipeline.measuring import readable_rows
 from batchspec.pipeline.models import locate_models
-from batchspec.pipeline.profiling import NO_PROFILE, available_methods, check_profile, readable_rows
+from batchspec.pipeline.profiling import available_methods, check_profile
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import ANY_CLASS
-from batchspec.profile.predict import expected_step, mean_options, simulate
+from batchspec.profile.predict import predict_seconds
 from batchspec.profile.records import ClassSample, Profile
 from batchspec.profile.store import load_profile
 from batchspec.types import Method, Request, Route
@@ -65,36 +66,35 @@ class JobPlan:
 def plan_job(config: RunConfig) -> JobPlan:
     """Plan the job of `config`, whose profile must fit this machine. Loads the tokenizer, never weights."""
     check_config(config)
-    if config.routes.profile == NO_PROFILE:
+    if config.routes.profile in (NO_PROFILE, AUTO_PROFILE):
         raise UsageError("batchspec plan needs --profile FILE; make one with `batchspec profile INPUT -o FILE`")
+    given = config.routes.profile is not None
     inputs = resolve_inputs(config.input)
     config = check_profile(replace(config, engine=locate_models(config.engine)))
     if config.routes.profile == NO_PROFILE:
-        raise UsageError("the profile does not fit this machine, so it cannot tell what the job will take")
-    profile = load_profile(Path(config.routes.profile))
+        raise UsageError(
+            "the profile does not fit this machine, so it cannot tell what the job will take"
+            if given
+            else "no profile of this model on this machine: make one with `batchspec profile INPUT -o FILE`"
+        )
+    profile = load_profile(Path(str(config.routes.profile)))
     rows = readable_rows(config)
     samples, scale = _expected_rows(profile, rows, config, inputs.num_rows)
     policy = MeasuredPolicy(profile, available_methods(config), config.engine.max_batch)
-    options = {c.request_class: c for c in mean_options(profile)}
-
-    def routed(label: str, occupancy: int) -> Route:
-        decisions = policy.decisions(occupancy)
-        return (decisions.get(label) or decisions[ANY_CLASS]).route
-
     plain = Route(Method.TARGET_ONLY)
     places = worker_places(config)
     batch = config.engine.max_batch
 
     def seconds_of(route_of: Callable[[str, int], Route]) -> float:
-        steps = simulate(profile, samples, batch, lambda label, n: expected_step(options[label], route_of(label, n)))
-        return profile.load_seconds + steps * scale / len(places)  # workers share the rows evenly
+        decode_seconds = predict_seconds(profile, samples, route_of, batch)
+        return profile.load_seconds + decode_seconds * scale / len(places)  # workers share the rows evenly
 
-    seconds, target_only = seconds_of(routed), seconds_of(lambda label, n: plain)
+    seconds, target_only = seconds_of(policy.route), seconds_of(lambda label, n: plain)
     spread = max([_LEAST_SPREAD, *(abs(t.seconds / t.predicted_seconds - 1) for t in profile.trials)])
     saving = 1 - seconds / target_only
     price, num_devices = config.run.price_per_hour, sum(place.device_share for place in places)
     high = seconds * (1 + spread)
-    shown = {sample.request_class: _named(routed(sample.request_class, batch)) for sample in samples}
+    shown = {sample.request_class: _named(policy.route(sample.request_class, batch)) for sample in samples}
     return JobPlan(
         rows=inputs.num_rows,
         input_tokens=round(scale * sum(sum(s.input_tokens) for s in samples)),

@@ -1,44 +1,35 @@
-"""Profiles in a job: measuring one, checking that it fits, and building the policy that follows it."""
+"""Profiles in a job: finding the one to follow, checking that it fits, and building the policy that follows it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-from collections.abc import Callable
+import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from batchspec.accounting.cost import StepAttributionRule
-from batchspec.config import RunConfig
-from batchspec.errors import InputError, UsageError
-from batchspec.io.inputs import resolve_inputs
-from batchspec.io.parser import RowParser
-from batchspec.io.reader import InputReader
+from batchspec.config import AUTO_PROFILE, NO_PROFILE, RouteConfig, RunConfig, cache_dir
+from batchspec.errors import UsageError
 from batchspec.io.store import Store
-from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.devices import device_type, worker_places
 from batchspec.pipeline.identity import model_identity
-from batchspec.pipeline.models import locate_models
 from batchspec.profile.holdout import HoldoutPolicy
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import static_policy
-from batchspec.profile.records import Profile
-from batchspec.profile.show import format_profile
-from batchspec.profile.store import fingerprint_differences, load_profile, refuse_stale_profile, save_profile
-from batchspec.types import Method, Request, RoutePolicy
+from batchspec.profile.store import fingerprint_differences, load_profile, refuse_stale_profile
+from batchspec.types import Method, RoutePolicy
 
-NO_PROFILE = "none"
+logger = logging.getLogger(__name__)
+
 PROFILE_COPY_NAME = "_batchspec/profile.json"
-
-# Rows of the input that a sample is drawn from.
-_MOST_ROWS_READ = 20_000
 
 
 def build_policy(config: RunConfig) -> HoldoutPolicy:
     """The policy of a worker: by profile where there is one, else as the options say."""
     policy: RoutePolicy = static_policy(config.routes, config.engine.draft_model)
-    if config.routes.profile != NO_PROFILE:
+    if config.routes.profile not in (None, NO_PROFILE):
         profile = load_profile(Path(config.routes.profile))
         policy = MeasuredPolicy(profile, available_methods(config), config.engine.max_batch)
     return HoldoutPolicy(policy, config.run.holdout, config.sampling.seed)
@@ -50,26 +41,55 @@ def available_methods(config: RunConfig) -> frozenset[Method]:
 
 
 def check_profile(config: RunConfig) -> RunConfig:
-    """The configuration with a profile that fits this run, or none.
+    """The configuration with a profile that fits this run, `none`, or `auto` (then it is still to be measured).
 
-    Models are local directories by now. Raises MismatchError naming each difference, unless `accept_stale_profile`
-    says to run target-only then.
+    Without --profile, --method and --routes, a profile from the cache is followed where one fits. Models are local
+    directories by now. Raises MismatchError naming each difference, unless `accept_stale_profile` says to run
+    target-only then.
     """
-    if config.routes.profile == NO_PROFILE:
+    routes = config.routes
+    if routes.profile in (NO_PROFILE, AUTO_PROFILE):
         return config
-    path = Path(config.routes.profile).expanduser().absolute()
+    if routes.profile is None:
+        return replace(config, routes=replace(routes, profile=_cached_profile(config)))
+    path = Path(routes.profile).expanduser().absolute()
     profile = load_profile(path)
     now = run_fingerprint(config)
-    if config.routes.accept_stale_profile and fingerprint_differences(profile, now):
-        routes = replace(config.routes, profile=NO_PROFILE, method=Method.TARGET_ONLY, routes_file=None)
-        return replace(config, routes=routes)
+    if routes.accept_stale_profile and fingerprint_differences(profile, now):
+        return replace(config, routes=target_only(config))
     refuse_stale_profile(str(path), profile, now)
-    return replace(config, routes=replace(config.routes, profile=str(path)))
+    return replace(config, routes=replace(routes, profile=str(path)))
+
+
+def target_only(config: RunConfig) -> RouteConfig:
+    return replace(config.routes, profile=NO_PROFILE, method=Method.TARGET_ONLY, routes_file=None)
+
+
+def _cached_profile(config: RunConfig) -> str:
+    """The profile that this machine keeps for these models and settings, or `none`."""
+    if config.engine.engine != "torch" or config.routes.routes_file or config.routes.method is not Method.TARGET_ONLY:
+        return NO_PROFILE
+    now = run_fingerprint(config)
+    path = cached_profile_path(now)
+    try:
+        profile = load_profile(path)
+    except UsageError:
+        logger.info("no profile of this model here: target-only. `batchspec profile INPUT` measures one")
+        return NO_PROFILE
+    if fingerprint_differences(profile, now):
+        return NO_PROFILE
+    logger.info("routes: by the profile measured %s (%s); --profile none turns it off", profile.created_at, path)
+    return str(path)
+
+
+def cached_profile_path(fingerprint: Mapping[str, str]) -> Path:
+    key = hashlib.sha256(json.dumps(dict(fingerprint), sort_keys=True).encode()).hexdigest()[:24]
+    return cache_dir() / "profiles" / f"{key}.json"
 
 
 def keep_profile(config: RunConfig, store: Store) -> None:
     """Copy the profile that an attempt is routed by into its output."""
-    if config.routes.profile != NO_PROFILE:
+    if config.routes.profile not in (NO_PROFILE, AUTO_PROFILE, None):
         store.write(PROFILE_COPY_NAME, Path(config.routes.profile).read_bytes())
 
 
@@ -96,57 +116,3 @@ def run_fingerprint(config: RunConfig) -> dict[str, str]:
 def _stored_dtype(model: Path) -> str:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
-
-
-def make_profile(
-    config: RunConfig, output: str, budget_seconds: float, sample_rows: int, if_stale: bool, say: Callable[[str], None]
-) -> Profile:
-    """Measure on a stratified sample of the input and write the profile. With `if_stale`, keep one that still fits."""
-    from batchspec.engine import load_engine
-    from batchspec.profile.measure import measure_profile, stratified
-
-    check_config(config)
-    if config.engine.engine != "torch":
-        raise UsageError(f"batchspec profile measures --engine torch, not {config.engine.engine}")
-    config = replace(config, engine=locate_models(config.engine))
-    fingerprint = run_fingerprint(config)
-    path = Path(output).expanduser().absolute()
-    if if_stale and path.exists():
-        existing = load_profile(path)
-        if not fingerprint_differences(existing, fingerprint):
-            say(f"{path} still fits: nothing measured")
-            return existing
-    requests = stratified(readable_rows(config), sample_rows)
-    if not requests:
-        raise InputError("the input has no row that could be answered, so there is nothing to measure on")
-    place = worker_places(config)[0]
-    say(f"loading {config.engine.model} on {place.device}, {place.threads} threads")
-    engine = load_engine(config.engine, place.device, place.threads, 1.0, StepAttributionRule())
-    profile = measure_profile(engine, requests, fingerprint, budget_seconds, say)  # type: ignore[arg-type]
-    engine.close()
-    save_profile(profile, path)
-    for item in profile.skipped:
-        say(f"skipped: {item}")
-    say(f"wrote {os.path.relpath(path)} in {profile.measuring_seconds} s")
-    return profile
-
-
-def show_profile(path: str) -> str:
-    """A profile file as text, with every method that it measured."""
-    profile = load_profile(Path(path))
-    return format_profile(profile, frozenset(Method(cell.method) for cell in profile.acceptance))
-
-
-def readable_rows(config: RunConfig) -> list[Request]:
-    """The rows that can be answered, from the start of the input."""
-    inputs = resolve_inputs(config.input)
-    reader, parser = InputReader(inputs), RowParser(config.input, config.sampling)
-    rows: list[Request] = []
-    for index, file in enumerate(inputs.files):
-        first = file.first_row_index
-        for batch in reader.iter_batches(index, 0, file.num_rows):
-            rows += [row for row in parser.parse(batch, first) if isinstance(row, Request)]
-            first += batch.num_rows
-            if len(rows) >= _MOST_ROWS_READ:
-                return rows
-    return rows

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import batchspec
-from batchspec.config import RunConfig
+from batchspec.accounting.usage import combine
+from batchspec.config import AUTO_PROFILE, RunConfig
 from batchspec.errors import BatchspecError
 from batchspec.io.inputs import InputSet
 from batchspec.io.store import Store
@@ -22,10 +23,12 @@ from batchspec.pipeline.display import Display
 from batchspec.pipeline.executors import new_executor
 from batchspec.pipeline.interrupts import Interrupts
 from batchspec.pipeline.lock import OutputLock
+from batchspec.pipeline.measuring import auto_profile
 from batchspec.pipeline.messages import Counters, Shard, WorkerSpec
 from batchspec.pipeline.meter import AttemptMeter
 from batchspec.pipeline.phases import Phase, plan_phases
 from batchspec.pipeline.plan import Manifest, to_json
+from batchspec.pipeline.profiling import keep_profile
 from batchspec.pipeline.supervisor import Supervisor
 from batchspec.pipeline.timeline import Timeline
 from batchspec.types import Route
@@ -72,6 +75,7 @@ class Session:
                 self._save()
 
         self._save()
+        self._measure_profile()
         try:
             phases = plan_phases(self._config, self._inputs)
             for number, phase in enumerate(phases, start=1):
@@ -80,6 +84,16 @@ class Session:
                 shards = self._run_phase(phase, shards, interrupts, on_tick)
         finally:
             display.close()
+
+    def _measure_profile(self) -> None:
+        """With `--profile auto`, settle what the rows are routed by; its time is a line of its own."""
+        if self._config.routes.profile != AUTO_PROFILE:
+            return
+        self._meter.lap_all("startup")
+        num_rows = self._manifest.num_rows - self._attempt.rows_before
+        self._config = auto_profile(self._config, self._store, num_rows)
+        keep_profile(self._config, self._store)
+        self._meter.lap_all("profile")
 
     def _run_phase(
         self, phase: Phase, shards: Sequence[Shard], interrupts: Interrupts, on_tick: Callable[[], None]
@@ -174,6 +188,7 @@ class Session:
             attempt.decode_wall_seconds = sum(supervisor.decode_wall_seconds for supervisor in supervisors)
             attempt.engines = [asdict(engine) for supervisor in supervisors for engine in supervisor.engines]
             attempt.timeline = self._timeline.samples
+            attempt.usage = asdict(combine(supervisor.usage for supervisor in supervisors))
             attempt.holdout_pairs = [pair for supervisor in supervisors for pair in supervisor.holdout_pairs]
         attempt.save(self._store)
         self._saved_at = time.monotonic()

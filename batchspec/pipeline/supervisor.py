@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from batchspec.accounting.cost import ROW_LINES
 from batchspec.accounting.saving import PairSums
+from batchspec.accounting.usage import Usage, combine
 from batchspec.config import RunOptions
 from batchspec.pipeline.deaths import Deaths, raise_if_fatal
 from batchspec.pipeline.interrupts import Interrupts
@@ -165,6 +166,11 @@ class Supervisor:
     def holdout_pairs(self) -> list[PairSums]:
         """What the workers that finished measured of speculation's gain."""
         return [pair for worker in self._workers if worker.report for pair in worker.report.holdout_pairs]
+
+    @property
+    def usage(self) -> Usage:
+        """How full the workers were that live now or finished."""
+        return combine(worker.report.usage for worker in self._workers if worker.report)
 
     def _on_report(self, worker: _Worker, report: Report) -> None:
         if worker.report is None or not report.decoding or _engine_seconds(report) > _engine_seconds(worker.report):

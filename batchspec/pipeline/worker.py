@@ -18,6 +18,7 @@ from batchspec.pipeline.feed import ShardFeed
 from batchspec.pipeline.messages import Failed, Finished, Link, Ready, Report, WorkerSpec
 from batchspec.pipeline.profiling import build_policy
 from batchspec.pipeline.shards import ShardBook
+from batchspec.pipeline.watch import WatchedPolicy
 from batchspec.types import Engine, EngineInfo, Request
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class Worker:
     def run(self) -> None:
         spec = self._spec
         engine_config = spec.config.engine
-        self._policy = build_policy(spec.config)
+        holdout = build_policy(spec.config)
+        self._policy = WatchedPolicy(holdout)
         attribution = StepAttributionRule()
         engine = load_engine(engine_config, spec.device, spec.threads, spec.device_share, attribution, spec.route)
         # The process's start and the imports: what passed before the engine's own clock ran.
@@ -61,6 +63,8 @@ class Worker:
         self._load_seconds = until_now - sum(engine.metered_seconds.values())
         info = engine.info
         logger.info("%s %s on %s, max batch %d", info.engine, info.dtype, info.device, info.max_batch)
+        for note in info.notes:
+            logger.warning("%s", note)
         book = ShardBook(spec, {**spec.part_metadata, **_engine_metadata(info, attribution.rule)})
         feed = ShardFeed(self._link, book, spec, info.max_batch, self._rows_served(engine))
         self._link.send(Ready(info))
@@ -76,7 +80,7 @@ class Worker:
             book.close()
             feed.close()
             self._closing_seconds = (time.monotonic() - started) * spec.device_share
-        pairs = tuple((*pair.held, *pair.beside) for pair in self._policy.pairs)
+        pairs = tuple((*pair.held, *pair.beside) for pair in holdout.pairs)
         self._link.send(Finished(replace(self._report(engine, feed), holdout_pairs=pairs)))
         engine.close()
 
@@ -122,6 +126,7 @@ class Worker:
             decoding=self._decoding and feed.num_in_flight > 0,
             first_admitted_at=feed.first_admitted_at,
             last_retired_at=self._last_retired_at,
+            usage=self._policy.usage,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from batchspec.profile.measured import MeasuredPolicy
 from batchspec.types import Method, Route, RoutePolicy, StepReport
 
 # Long enough that a block's rate is worth comparing, short enough that its neighbours saw the same rows.
@@ -34,6 +35,11 @@ class HoldoutPolicy:
         self._before: Block | None = None
         self._open: tuple[Block, Block | None] | None = None  # a held block, and what was before it
         self.pairs: list[Pair] = []
+
+    @property
+    def events(self) -> tuple[str, ...]:
+        """What the policy changed on its own, and why."""
+        return tuple(self._policy.events) if isinstance(self._policy, MeasuredPolicy) else ()
 
     def route(self, request_class: str | None, occupancy: int) -> Route:
         route = self._policy.route(request_class, occupancy)

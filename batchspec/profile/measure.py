@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from time import perf_counter
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from batchspec.errors import InputError, UsageError
 from batchspec.ngrams import NgramIndex
 from batchspec.profile.acceptance import DecodedRow, replay_draft, replay_lookup
-from batchspec.profile.predict import predict_seconds
-from batchspec.profile.records import ClassSample, Curve, Profile, StepCost, Trial
+from batchspec.profile.records import ClassSample, Curve, Profile, StepCost
+from batchspec.profile.scope import Budget, ListSource, Scope
+from batchspec.profile.trials import run_trials
 from batchspec.types import Completion, Method, Request, Route, RoutePolicy, StepReport
 from batchspec.workload import RequestClassifier
 
@@ -24,49 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_DEPTH = 8
-MIN_MATCH_TOKENS = 2
 _POSITIONS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _SHORT_CONTEXT = 64
 _LONG_CONTEXT = 1024
 _WIDE = 4
 _CHUNK = 256
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Seconds that measuring may take; what no longer fits is skipped, and named."""
-
-    seconds: float
-    started_at: float
-
-    @property
-    def left(self) -> float:
-        return self.seconds - (perf_counter() - self.started_at)
-
-
-class ListSource:
-    """Requests that are all at hand."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = deque(requests)
-
-    def take(self, wait: bool) -> Request | None:
-        return self._requests.popleft() if self._requests else None
-
-
-class _Fixed:
-    def __init__(self, route: Route) -> None:
-        self._route = route
-
-    def route(self, request_class: str | None, occupancy: int) -> Route:
-        return self._route
-
-    def observe(self, step: StepReport) -> None:
-        pass
-
-
-TARGET_ONLY = _Fixed(Route(Method.TARGET_ONLY, reason="profile"))
 
 
 def stratified(requests: Sequence[Request], num_rows: int) -> list[Request]:
@@ -83,13 +46,13 @@ def measure_profile(
     engine: TorchEngine,
     requests: Sequence[Request],
     fingerprint: dict[str, str],
-    budget_seconds: float,
+    scope: Scope,
     say: Callable[[str], None],
 ) -> Profile:
     """Measure on `requests` (already a stratified sample) with a loaded engine. `say` gets one line per stage."""
     from batchspec.engine.timing import EngineTimer, lines
 
-    budget = Budget(budget_seconds, perf_counter())
+    budget = Budget(scope.budget_seconds, perf_counter())
     skipped: list[str] = []
     say(f"decoding {len(requests)} sampled rows, target-only")
     before, steps = engine.metered_seconds, _CountedSteps()
@@ -106,18 +69,22 @@ def measure_profile(
 
     say("timing steps")
     timer = EngineTimer(engine, [row.token_ids for row in rows])
-    lookup_seconds = _lookup_seconds(rows)
+    lookup_seconds = _lookup_seconds(rows, scope.min_match_tokens)
     cost = _step_cost(timer, engine.info.max_batch, spent["overhead"] / max(1, steps.num_row_steps), lookup_seconds)
 
     say("replaying drafters")
-    acceptance = replay_lookup(rows, MAX_DEPTH, MIN_MATCH_TOKENS)
-    if timer.draft is not None:
+    acceptance = []
+    if scope.methods & {Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT}:
+        acceptance += replay_lookup(rows, scope.max_depth, scope.min_match_tokens)
+    if timer.draft is not None and scope.methods & {Method.DRAFT_MODEL, Method.LOOKUP_THEN_DRAFT}:
         agrees = [
             timer.draft_agrees(row.token_ids, row.num_prompt_tokens, c.request.sampling, c.request.row_key)
             for row, c in zip(rows, completions, strict=True)
         ]
-        acceptance += replay_draft(rows, agrees, MAX_DEPTH)
-        acceptance += replay_draft(rows, agrees, MAX_DEPTH, MIN_MATCH_TOKENS)
+        if Method.DRAFT_MODEL in scope.methods:
+            acceptance += replay_draft(rows, agrees, scope.max_depth)
+        if Method.LOOKUP_THEN_DRAFT in scope.methods:
+            acceptance += replay_draft(rows, agrees, scope.max_depth, scope.min_match_tokens)
 
     profile = Profile(
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -132,11 +99,12 @@ def measure_profile(
         memory_bytes=dict(engine.info.memory_bytes),
         load_seconds=load_seconds,
     )
-    trials, unmeasured = _trials(engine, completions, profile, budget, say)
+    tried = completions[: engine.info.max_batch]
+    trials, untried = run_trials(engine, [c.request for c in tried], _samples(tried), profile, scope, budget, say)
     return replace(
         profile,
         trials=trials,
-        skipped=(*skipped, *unmeasured),
+        skipped=(*skipped, *untried),
         measuring_seconds=round(perf_counter() - budget.started_at, 1),
     )
 
@@ -148,12 +116,14 @@ class SampledCompletion:
     num_prompt_tokens: int
 
 
-class _CountedSteps(_Fixed):
+class _CountedSteps:
     """Target-only, counting rows times steps."""
 
     def __init__(self) -> None:
-        super().__init__(Route(Method.TARGET_ONLY, reason="profile"))
         self.num_row_steps = 0
+
+    def route(self, request_class: str | None, occupancy: int) -> Route:
+        return Route(Method.TARGET_ONLY, reason="profile")
 
     def observe(self, step: StepReport) -> None:
         self.num_row_steps += step.num_live
@@ -198,11 +168,11 @@ def _samples(completions: Sequence[SampledCompletion]) -> tuple[ClassSample, ...
     )
 
 
-def _lookup_seconds(rows: Sequence[DecodedRow]) -> float:
+def _lookup_seconds(rows: Sequence[DecodedRow], min_match_tokens: int) -> float:
     """Seconds that one row's lookup takes in a step, timed on the sampled rows."""
     started, asked = perf_counter(), 0
     for row in rows[:16]:
-        index = NgramIndex(MIN_MATCH_TOKENS)
+        index = NgramIndex(min_match_tokens)
         for place in range(row.num_prompt_tokens + 1, len(row.token_ids)):
             seen = row.token_ids[:place]
             index.extend(seen)
@@ -256,29 +226,3 @@ def _curve(
         points[n * m] = max(1e-6, seconds[shape] - for_context)
     counts = sorted(points)
     return Curve(tuple(counts), tuple(points[count] for count in counts)).monotone()
-
-
-def _trials(
-    engine: TorchEngine,
-    completions: Sequence[SampledCompletion],
-    profile: Profile,
-    budget: Budget,
-    say: Callable[[str], None],
-) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
-    """Target-only against prompt lookup on the same rows, warm and interleaved, as far as the budget lasts."""
-    requests = [c.request for c in completions[: engine.info.max_batch]]
-    trials: list[Trial] = []
-    routes = [Route(Method.TARGET_ONLY), Route(Method.PROMPT_LOOKUP, 4, min_match_tokens=MIN_MATCH_TOKENS)]
-    for route in [*routes, *reversed(routes)]:
-        expected = predict_seconds(profile, _samples(completions[: len(requests)]), route, engine.info.max_batch)
-        if expected * 1.5 > budget.left:
-            return tuple(trials), (f"trial of {route.method}: {expected:.0f} s do not fit into what is left",)
-        say(f"trial: {route.method} k={route.num_speculative_tokens} at batch {engine.info.max_batch}")
-        started, tokens = perf_counter(), 0
-        for outcome in engine.run(ListSource(requests), _Fixed(route)):
-            tokens += outcome.output_tokens if isinstance(outcome, Completion) else 0
-        seconds = perf_counter() - started
-        trials.append(
-            Trial(route.method.value, route.num_speculative_tokens, engine.info.max_batch, tokens, seconds, expected)
-        )
-    return tuple(trials), ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from batchspec.config import MAX_SPECULATIVE_TOKENS
 from batchspec.profile.marginal import ClassOptions, Option, any_class, class_options
-from batchspec.profile.records import ClassSample, Profile
+from batchspec.profile.records import ClassSample, Profile, StepCost
 from batchspec.types import Method, Route
 
 # Steps are skipped over in one go while the live set does not change, but no further than this.
@@ -25,10 +25,12 @@ class Step:
     asks_lookup: bool
 
 
-def predict_seconds(profile: Profile, rows: Sequence[ClassSample], route: Route, max_batch: int) -> float:
-    """Decode seconds (prefill in, load out) of these rows under one static route."""
+def predict_seconds(
+    profile: Profile, rows: Sequence[ClassSample], route_of: Callable[[str, int], Route], max_batch: int
+) -> float:
+    """Decode seconds (prefill in, load out) of these rows, each class at each number of live rows routed like that."""
     options = {c.request_class: c for c in mean_options(profile)}
-    return simulate(profile, rows, max_batch, lambda label, _: expected_step(options[label], route))
+    return simulate(profile, rows, max_batch, lambda label, n: expected_step(options[label], route_of(label, n)))
 
 
 def mean_options(profile: Profile) -> tuple[ClassOptions, ...]:
@@ -48,6 +50,28 @@ def expected_step(c: ClassOptions, route: Route) -> Step:
             for depth in range(k):
                 depths[depth] += option.share
     return Step(tokens, positions, tuple(depths), route.method in (Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT))
+
+
+def step_seconds(cost: StepCost, rows: Sequence[tuple[float, Step]], context_tokens: float) -> float:
+    """Seconds of a step of these rows, each given with how many of its kind there are."""
+    occupancy = sum(count for count, _ in rows)
+    seconds = cost.step_seconds(occupancy, sum(count * step.positions for count, step in rows), context_tokens)
+    seconds += cost.per_lookup * sum(count * step.asks_lookup for count, step in rows)
+    if cost.draft is not None:
+        for depth in range(MAX_SPECULATIVE_TOKENS):
+            drafting = sum(count * step.draft_depths[depth] for count, step in rows)
+            seconds += cost.draft.at(drafting) if drafting > 0 else 0.0
+    return seconds
+
+
+def throughput(profile: Profile, occupancy: int, route_of: Callable[[str, int], Route]) -> tuple[float, float]:
+    """Tokens per row and step, and decode tokens per second, of the profile's own mix at this many live rows."""
+    options = [c for c in mean_options(profile) if c.weight > 0]
+    whole = sum(c.weight for c in options)
+    rows = [(occupancy * c.weight / whole, expected_step(c, route_of(c.request_class, occupancy))) for c in options]
+    context = sum(c.weight * c.context_tokens for c in options) / whole
+    tokens = sum(count * step.tokens for count, step in rows)
+    return tokens / occupancy, tokens / step_seconds(profile.step_cost, rows, context)
 
 
 def _depth(option: Option, route: Route) -> int:
@@ -76,14 +100,8 @@ def simulate(
             heapq.heappush(live, (output_tokens - 1.0, serial, label, input_tokens + output_tokens / 2))
         occupancy = len(live)
         steps = {label: step_of(label, occupancy) for label in {entry[2] for entry in live}}
-        positions = sum(steps[label].positions for _, _, label, _ in live)
         context = sum(entry[3] for entry in live) / occupancy
-        each = cost.step_seconds(occupancy, positions, context)
-        each += cost.per_lookup * sum(steps[label].asks_lookup for _, _, label, _ in live)
-        if cost.draft is not None:
-            for depth in range(MAX_SPECULATIVE_TOKENS):
-                drafting = sum(steps[label].draft_depths[depth] for _, _, label, _ in live)
-                each += cost.draft.at(drafting) if drafting > 0 else 0.0
+        each = step_seconds(cost, [(1.0, steps[label]) for _, _, label, _ in live], context)
         soonest = min(left / steps[label].tokens for left, _, label, _ in live)
         count = min(_MOST_STEPS_AT_ONCE, max(1.0, soonest))
         seconds += count * each

@@ -98,10 +98,9 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Trial:
-    """One A/B on real rows: seconds and output tokens of a static route, beside what the profile predicts for it."""
+    """One run of an A/B on real rows: target_only or routed, beside what the profile predicts for it."""
 
-    method: str
-    num_speculative_tokens: int
+    setting: str
     max_batch: int
     output_tokens: int
     seconds: float

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
+from batchspec.profile.curves import depth_curves, occupancies, occupancy_curves
 from batchspec.profile.marginal import Decision
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import ANY_CLASS
@@ -11,12 +13,6 @@ from batchspec.profile.records import Profile, Trial
 from batchspec.types import Method
 
 _SHORT = {Method.PROMPT_LOOKUP: "lookup", Method.DRAFT_MODEL: "draft", Method.LOOKUP_THEN_DRAFT: "both"}
-
-
-def occupancies(max_batch: int) -> list[int]:
-    """1, 2, 4, ... up to the profile's largest batch."""
-    found = [2**i for i in range(max_batch.bit_length()) if 2**i <= max_batch]
-    return found if found[-1] == max_batch else [*found, max_batch]
 
 
 def format_profile(profile: Profile, methods: frozenset[Method]) -> str:
@@ -34,12 +30,40 @@ def format_profile(profile: Profile, methods: frozenset[Method]) -> str:
         "",
         "cells: method, most tokens proposed, acceptance of the first (- target-only, both lookup_then_draft)",
     ]
-    return "\n".join([*lines, *map(_trial, profile.trials)])
+    lines += ["", *_occupancy_lines(profile, methods), "", *_depth_lines(profile, methods)]
+    return "\n".join([*lines, "", *_sample_lines(profile), *map(_trial, profile.trials)])
+
+
+def _occupancy_lines(profile: Profile, methods: frozenset[Method]) -> list[str]:
+    curves = occupancy_curves(profile, methods)
+    lines = [f"{'throughput / target-only':<26}" + "".join(f"{n:>8}" for n in curves[0].live_rows) + "   crossover"]
+    for curve in curves:
+        crossover = "none" if curve.crossover is None else f"{curve.crossover:.0f} live rows"
+        lines.append(f"{curve.setting:<26}" + "".join(f"{r:>8.2f}" for r in curve.ratios) + f"   {crossover}")
+    return lines
+
+
+def _depth_lines(profile: Profile, methods: frozenset[Method]) -> list[str]:
+    """Tokens per step, and speed-up with few and with many live rows, over the draft length."""
+    lines = []
+    for curve in depth_curves(profile, methods, sorted({1, profile.max_batch})):
+        lines.append(f"{f'{curve.method.value}, k':<34}" + "".join(f"{k:>8}" for k in curve.depths))
+        rows = {"tokens per row and step": curve.tokens_per_step}
+        rows |= {f"speed-up, {n} live": ratios for n, ratios in curve.speed_ups.items()}
+        lines += [f"  {name:<32}" + "".join(f"{value:>8.2f}" for value in values) for name, values in rows.items()]
+    return lines
+
+
+def _sample_lines(profile: Profile) -> list[str]:
+    counts = ", ".join(f"{s.request_class} {s.num_rows}" for s in profile.samples)
+    tokens = sum(sum(s.output_tokens) for s in profile.samples)
+    measured = f"measured in {profile.measuring_seconds:.0f} s on {tokens:,} output tokens of {counts} rows"
+    return textwrap.wrap(measured, 100) + [f"skipped: {item}" for item in profile.skipped]
 
 
 def _trial(trial: Trial) -> str:
-    setting = f"trial: {trial.method} k={trial.num_speculative_tokens} batch {trial.max_batch}"
-    return f"{setting}: {trial.seconds:.1f} s, predicted {trial.predicted_seconds:.1f} s"
+    took = f"{trial.seconds:.1f} s, predicted {trial.predicted_seconds:.1f} s"
+    return f"trial: {trial.setting} at batch {trial.max_batch}: {took}"
 
 
 def verdict(table: Sequence[Mapping[str, Decision]], counts: Sequence[int], labels: Sequence[str]) -> str:
@@ -51,6 +75,8 @@ def verdict(table: Sequence[Mapping[str, Decision]], counts: Sequence[int], labe
     upto = max(count for count, found in zip(counts, speculating, strict=True) if len(found) == most)
     last = max(count for count, found in zip(counts, speculating, strict=True) if found)
     tail = f"up to {last} some do" if last < counts[-1] else f"at {last} still {len(speculating[-1])}"
+    if most == len(labels) and upto == counts[-1]:
+        return f"All {len(labels)} classes speculate, at every number of live rows up to {upto}."
     never = [label for label in labels if not any(label in found for found in speculating)]
     nobody = f"; never: {', '.join(never)}" if never else ""
     return f"{most} of {len(labels)} classes speculate up to {upto} live rows; {tail}{nobody}."

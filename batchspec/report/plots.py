@@ -25,6 +25,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#56B4E9",
     "#7f7f7f",
 )
+PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)
 METHOD_COLOURS = {
     "target_only": GREY,
     "prompt_lookup": BLUE,
@@ -35,7 +36,7 @@ METHOD_COLOURS = {
 LINE_COLOURS = {"prefill": SKY, "draft": ORANGE, "verify": BLUE, "overhead": PURPLE}
 MARKERS = "osD^vP*X"
 MAX_BARS = 24
-_STYLE = {
+STYLE = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "svg.hashsalt": "batchspec",
@@ -64,7 +65,7 @@ class Plot:
 
 def plots_of(run: Mapping[str, Any]) -> dict[str, list[Plot]]:
     """The plots of one run by section; what the run has no data for is left out."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         return {
             "money": [*_saving(run), _cost(run), _metered_time(run), *_drift(run)],
             "acceptance": [*_acceptance(run), *_first_rejection(run)],
@@ -77,7 +78,7 @@ def comparison_plot(runs: Sequence[Mapping[str, Any]], comparison: Mapping[str, 
     """What each component adds to the price of the last run, against the first."""
     moved = [row for row in comparison["components"] if abs(row["changes"][-1]) >= 5e-4]
     rows = sorted(moved, key=lambda row: abs(row["changes"][-1]))[-MAX_BARS:]
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure, axes = _figure(len(rows), width=9.6)
         changes = [row["changes"][-1] for row in rows]
         bars = axes.barh(range(len(rows)), changes, color=[RED if change > 0 else BLUE for change in changes])
@@ -159,14 +160,13 @@ def _acceptance(run: Mapping[str, Any]) -> list[Plot]:
     figure, axes = _figure(8)
     axes.grid(axis="both")
     keys = list(dict.fromkeys((a["request_class"], a["method"]) for a in run["acceptance"]))
-    palette = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)
     for number, key in enumerate(keys[:MAX_BARS]):
         points = [a for a in run["acceptance"] if (a["request_class"], a["method"]) == key]
         axes.plot(
             [point["position"] for point in points],
             [point["conditional_acceptance"] for point in points],
             marker=MARKERS[number % len(MARKERS)],
-            color=palette[number % len(palette)],
+            color=PALETTE[number % len(PALETTE)],
             label=f"{key[0]}, {key[1]}",
         )
     axes.set_ylim(0, 1)

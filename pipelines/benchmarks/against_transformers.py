@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from batchspec.accounting.cost import StepAttributionRule
 from batchspec.config import EngineConfig, InputConfig, RouteConfig, RunConfig
 from batchspec.engine import load_engine
-from batchspec.pipeline.profiling import readable_rows
-from batchspec.profile.measure import ListSource
+from batchspec.pipeline.measuring import readable_rows
 from batchspec.profile.policy import static_policy
+from batchspec.profile.scope import ListSource
 from batchspec.types import Completion, Method, SamplingParams
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from batchspec.accounting.cost import StepAttributionRule
 from batchspec.config import EngineConfig, InputConfig, RouteConfig, RunConfig
 from batchspec.engine import load_engine
-from batchspec.pipeline.profiling import readable_rows
-from batchspec.profile.measure import ListSource
+from batchspec.pipeline.measuring import readable_rows
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import static_policy
+from batchspec.profile.scope import ListSource
 from batchspec.profile.store import load_profile
 from batchspec.types import Completion, Method, RoutePolicy, SamplingParams
 

@@ -7,6 +7,7 @@ from batchspec.accounting.cost import MeteredTime
 from batchspec.accounting.summary import AttemptTime, JobSummary
 from batchspec.accounting.table import format_table
 from batchspec.accounting.totals import RowTotals, Totals
+from batchspec.accounting.usage import Usage
 from batchspec.stats import DecodeStats
 
 LINES = {"load": 600.0, "warmup": 64.0, "idle": 500.0, "verify": 2400.0}
@@ -36,7 +37,8 @@ GROUPS = {
 
 def summary(groups: dict[tuple[str, str], Totals], price: float | None = 2.0, **error_types: int) -> dict[str, Any]:
     attempt = AttemptTime(1900.0, 1250.0, MeteredTime(3600.0, LINES), price)
-    return JobSummary(RowTotals(groups, error_types), [attempt], "out", True, 32).as_json()
+    usage = Usage(30, 7, 3 * 2**29, ("chat: target-only from here",))
+    return JobSummary(RowTotals(groups, error_types), [attempt], "out", True, 32, usage=usage).as_json()
 
 
 def columns(line: str) -> int:
@@ -54,11 +56,14 @@ def test_the_table_by_class_and_method() -> None:
         "",
         "1,902 rows, 2 of them errors; 500,000 input and 250,000 output tokens in 1250.0 s of decoding",
         "  (1900.0 s in all): 200.0 tokens/s.",
-        "Batch: at most 32, 20.0 live on average; results independent of it (batch_invariant): yes.",
+        "Batch: at most 32, 20.0 live on average, 30 at the peak; results independent of it",
+        "  (batch_invariant): yes.",
         "Metered: 3600.0 device seconds = 2400.0 rows + 600.0 load + 64.0 warmup + 500.0 idle + 0.0 repeated",
         "  + 36.0 unattributed.",
         "Cost: 2.0000 USD; per million output tokens 8.000 over all metered time, 5.333 over the rows' time.",
         "Error rows: context_overflow 1, worker_lost 1.",
+        "Memory: a worker held up to 1.5 GiB; 7 times a row gave its KV cache back.",
+        "Route: chat: target-only from here.",
     ]
 
 

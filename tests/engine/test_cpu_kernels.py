@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchspec.engine import checks, cpu
+from batchspec.engine import cpu, probe
 from batchspec.engine.cpu import build, kernels
 from batchspec.engine.cpu.modules import FusedLayer, PackedLinear
 from batchspec.engine.kv_cache import KVCache, LayerShape, blocks_for
@@ -230,7 +230,7 @@ def test_known_layers_are_fused_and_answer_as_before(case: str, dtype: torch.dty
     kv.reserve(slot, 40)
     got = model.forward([Segment(slot, ids[0].tolist(), 0, True, range(40))], kv)
     assert relative_error(got, expected) < 2 * TOLERANCE[dtype]
-    assert checks.probe_batch_invariance(model, max_rows=64) is None
+    assert probe.probe_batch_invariance(model, max_rows=64) is None
 
 
 @pytest.mark.parametrize("name", ["gemma2_sliding", "gemma3_sliding"])
@@ -239,7 +239,7 @@ def test_layers_of_another_structure_keep_their_code(name: str) -> None:
     kinds = {type(module) for module in model.module.modules()}
     assert FusedLayer not in kinds
     assert PackedLinear in kinds
-    assert checks.probe_batch_invariance(model, max_rows=64) is None
+    assert probe.probe_batch_invariance(model, max_rows=64) is None
 
 
 def test_a_layer_that_only_looks_like_the_known_one_is_left_alone() -> None:

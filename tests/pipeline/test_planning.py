@@ -75,8 +75,11 @@ def test_a_plan_above_the_limit_is_refused(config: RunConfig) -> None:
         refuse_expensive(replace(plan, cost_usd=None), 1.0)
 
 
-def test_a_plan_needs_a_profile(config: RunConfig) -> None:
+def test_a_plan_needs_a_profile(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="needs --profile"):
+        plan_job(replace(config, routes=RouteConfig(profile="none")))
+    monkeypatch.setenv("BATCHSPEC_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(UsageError, match="no profile of this model on this machine"):
         plan_job(replace(config, routes=RouteConfig()))
 
 

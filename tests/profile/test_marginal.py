@@ -183,12 +183,16 @@ def test_a_class_that_stops_paying_falls_back_within_a_window_and_returns_by_rep
     assert len(policy.events) == 2
 
 
+def always(method: Method, k: int = 0) -> Any:
+    return lambda request_class, occupancy: Route(method, k)
+
+
 def test_predictions_follow_acceptance_and_load() -> None:
     rows = profile_of().samples
-    plain = predict_seconds(profile_of(), rows, Route(Method.TARGET_ONLY), 1)
+    plain = predict_seconds(profile_of(), rows, always(Method.TARGET_ONLY), 1)
     assert plain == pytest.approx(18 * (59 * 0.021) + 18 * 35 * 0.001, rel=0.02)
-    assert predict_seconds(profile_of(), rows[:1], Route(Method.PROMPT_LOOKUP, 3), 1) < plain / 4
-    assert predict_seconds(profile_of(), rows, Route(Method.TARGET_ONLY), 18) < plain / 5
+    assert predict_seconds(profile_of(), rows[:1], always(Method.PROMPT_LOOKUP, 3), 1) < plain / 4
+    assert predict_seconds(profile_of(), rows, always(Method.TARGET_ONLY), 18) < plain / 5
 
 
 def test_the_verdict_comes_first() -> None:

@@ -43,7 +43,7 @@ def main() -> int:
     connection: Connection = Connection(int(sys.argv[1]))
     try:
         spec = cast(WorkerSpec, connection.recv())
-        _die_with(spec.parent_pid)
+        die_with(spec.parent_pid)
         set_up_logging(f"run {spec.run_id} attempt {spec.attempt} worker {spec.worker}")
         # Heavy imports come after the line to the parent stands.
         import pyarrow as pa
@@ -57,7 +57,7 @@ def main() -> int:
     return 0
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
     """Ask the kernel to kill this process with its parent (Linux); elsewhere the end of the pipe tells."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

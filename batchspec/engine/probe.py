@@ -1,0 +1,91 @@
+"""Do results depend on what shares the batch? Tried on the loaded models, at start-up."""
+
+from __future__ import annotations
+
+import torch
+
+from batchspec.engine.kv_cache import blocks_for
+from batchspec.engine.model import PackedModel
+from batchspec.engine.packed import Segment
+from batchspec.engine.sampling import SampledRow, Sampler
+from batchspec.types import SamplingParams
+
+# Ways of choosing a token whose arithmetic differs: one candidate, a filtered race, a race over the whole vocabulary.
+_SAMPLING = (
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_p=0.95),
+    SamplingParams(temperature=1.2, top_k=50, min_p=0.01),
+    SamplingParams(temperature=1.5),
+)
+
+
+def probe_engine(model: PackedModel, draft: PackedModel | None, sampler: Sampler) -> str | None:
+    """None where nothing that was tried changed the bits of a row, else what did.
+
+    Tried: the target's forward; the choice of tokens; the draft's forward, since under the rejection rule its
+    probabilities have a part in the text.
+    """
+    difference = probe_batch_invariance(model) or probe_sampling(sampler, model)
+    if difference is None and draft is not None:
+        of_draft = probe_batch_invariance(draft)
+        difference = f"the draft model: {of_draft}" if of_draft else None
+    return difference
+
+
+def probe_sampling(sampler: Sampler, model: PackedModel, num_rows: int = 64) -> str | None:
+    """None where a row's distribution has the same bits alone and beside rows of all settings, else what differed."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(num_rows, model.vocab_size, generator=generator).mul_(4).to(model.device, model.dtype)
+    rows = [SampledRow(_SAMPLING[i % len(_SAMPLING)], f"row:{i}", i, [], 0) for i in range(num_rows)]
+    together = sampler.choose(logits.clone(), rows)
+    for index in range(2 * len(_SAMPLING)):
+        row = rows[index]
+        if sampler.choose(logits[index : index + 1].clone(), [row]) != together[index : index + 1]:
+            return f"sampling at temperature {row.sampling.temperature:g} beside {num_rows - 1} other rows"
+    return None
+
+
+def probe_batch_invariance(model: PackedModel, max_rows: int = 640) -> str | None:
+    """None where a sequence's logits have the same bits alone and in every mix tried, else what differed first.
+
+    Tried: prefill alone and beside others; six tokens decoded one by one, in blocks, and beside 2 to `max_rows` rows.
+    """
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(model.vocab_size, (count,), generator=generator).tolist()
+
+    prompt, answer, filler = tokens(45), tokens(6), tokens(16)
+    num_fillers = -(-max_rows // len(filler))
+    length = len(prompt) + len(answer)
+    kv = model.new_cache(1 + (2 + num_fillers) * blocks_for(length), 2 + num_fillers)
+    alone, mixed, *others = [kv.acquire_slot() for _ in range(2 + num_fillers)]
+    for slot in (alone, mixed, *others):
+        kv.reserve(slot, length)
+
+    def decode(slot: int, first: int, last: int) -> Segment:
+        return Segment(slot, answer[first:last], len(prompt) + first, False, range(last - first))
+
+    def prefill(slot: int, ids: list[int]) -> Segment:
+        return Segment(slot, ids, 0, True, (len(ids) - 1,))
+
+    expected_prefill = model.forward([prefill(alone, prompt)], kv)[0]
+    expected = torch.cat([model.forward([decode(alone, i, i + 1)], kv) for i in range(len(answer))])
+    beside_others = [prefill(mixed, prompt), *(prefill(s, filler) for s in others)]
+    if not torch.equal(model.forward(beside_others, kv)[0], expected_prefill):
+        return f"a prefill beside {len(others)} others"
+    for first, last in ((0, 2), (2, 6), (0, 6)):
+        if not torch.equal(model.forward([decode(mixed, first, last)], kv), expected[first:last]):
+            return f"{last - first} positions decoded in one step"
+    num_rows = len(answer) + 1
+    while num_rows <= max_rows:
+        mates, left = [], num_rows - len(answer)
+        for slot in others:
+            block = filler[: min(left, len(filler))]
+            if block:
+                mates.append(Segment(slot, block, 0, False, range(len(block))))
+            left -= len(block)
+        if not torch.equal(model.forward([decode(mixed, 0, 6), *mates], kv)[:6], expected):
+            return f"a step of {num_rows} rows"
+        num_rows = num_rows * 2 + 1
+    return None

@@ -1,0 +1,81 @@
+"""What a profile says of speculation as curves: over the draft length, and over the number of live rows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from batchspec.profile.measured import MeasuredPolicy
+from batchspec.profile.predict import throughput
+from batchspec.profile.records import Profile
+from batchspec.types import Method, Route
+
+_DEPTHS = (1, 2, 3, 4, 6, 8)
+_STATIC_DEPTH = 4
+
+
+@dataclass(frozen=True)
+class DepthCurve:
+    """One method for all classes: by draft length, tokens per row and step, and speed-up by number of live rows."""
+
+    method: Method
+    depths: tuple[int, ...]
+    tokens_per_step: tuple[float, ...]
+    speed_ups: dict[int, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class OccupancyCurve:
+    """One setting for all classes: throughput against target-only by number of live rows, and where it falls below it
+    (None: nowhere up to the last)."""
+
+    setting: str
+    live_rows: tuple[int, ...]
+    ratios: tuple[float, ...]
+
+    @property
+    def crossover(self) -> float | None:
+        """Live rows at which the ratio passes 1 on its way down, between two points by a straight line."""
+        points = list(zip(self.live_rows, self.ratios, strict=True))
+        for (n0, r0), (n1, r1) in pairwise(points):
+            if r0 >= 1 > r1:
+                return n0 + (n1 - n0) * (r0 - 1) / (r0 - r1)
+        return None
+
+
+def occupancies(max_batch: int) -> list[int]:
+    """1, 2, 4, ... up to the profile's largest batch."""
+    found = [2**i for i in range(max_batch.bit_length()) if 2**i <= max_batch]
+    return found if found[-1] == max_batch else [*found, max_batch]
+
+
+def depth_curves(profile: Profile, methods: frozenset[Method], live_rows: Sequence[int]) -> list[DepthCurve]:
+    curves = []
+    for method in sorted(methods):
+        found = {n: [_against_plain(profile, n, _static(method, k)) for k in _DEPTHS] for n in live_rows}
+        tokens = [throughput(profile, live_rows[0], _static(method, k))[0] for k in _DEPTHS]
+        curves.append(DepthCurve(method, _DEPTHS, tuple(tokens), {n: tuple(ratios) for n, ratios in found.items()}))
+    return curves
+
+
+def occupancy_curves(profile: Profile, methods: frozenset[Method]) -> list[OccupancyCurve]:
+    """Routed by the profile first, then every method with a usual draft length for all."""
+    counts = occupancies(profile.max_batch)
+    policy = MeasuredPolicy(profile, methods, profile.max_batch)
+    settings: list[tuple[str, Callable[[str, int], Route]]] = [("routed", policy.route)]
+    settings += [(f"{m.value} k={_STATIC_DEPTH}", _static(m, _STATIC_DEPTH)) for m in sorted(methods)]
+    return [
+        OccupancyCurve(name, tuple(counts), tuple(_against_plain(profile, n, route_of) for n in counts))
+        for name, route_of in settings
+    ]
+
+
+def _against_plain(profile: Profile, live_rows: int, route_of: Callable[[str, int], Route]) -> float:
+    plain = throughput(profile, live_rows, _static(Method.TARGET_ONLY, 0))[1]
+    return throughput(profile, live_rows, route_of)[1] / plain
+
+
+def _static(method: Method, depth: int) -> Callable[[str, int], Route]:
+    route = Route(method, depth)
+    return lambda request_class, occupancy: route

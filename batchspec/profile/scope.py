@@ -1,0 +1,42 @@
+"""What measuring a profile covers, and how long it may take."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from time import perf_counter
+
+from batchspec.types import Method, Request
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What to measure: the methods, how many tokens they propose at most, and the least match of prompt lookup."""
+
+    methods: frozenset[Method]
+    max_depth: int = 8
+    min_match_tokens: int = 2
+    budget_seconds: float = 120.0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Seconds that measuring may take; what no longer fits is skipped, and named."""
+
+    seconds: float
+    started_at: float
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (perf_counter() - self.started_at)
+
+
+class ListSource:
+    """Requests that are all at hand."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests = deque(requests)
+
+    def take(self, wait: bool) -> Request | None:
+        return self._requests.popleft() if self._requests else None

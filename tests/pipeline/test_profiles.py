@@ -1,0 +1,141 @@
+"""Profiles in a job: measured for it with `--profile auto`, taken from the cache, or made by `batchspec profile`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchspec.cli import main
+from batchspec.pipeline import measuring
+from batchspec.pipeline.executors import local
+from batchspec.report.frame import load_results
+from tests.tiny_jobs import PROMPTS, ThreadExecutor, save_tiny_model
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command line of a job of 48 rows with a tiny model; the cache is empty."""
+    monkeypatch.setattr(local, "LocalExecutor", ThreadExecutor)
+    monkeypatch.setenv("BATCHSPEC_CACHE", str(tmp_path / "cache"))
+    save_tiny_model(tmp_path / "model")
+    rows = [(c, f"{p} {i}") for i in range(8) for c, p in PROMPTS]
+    table = pa.table({"prompt": [p for _, p in rows], "request_class": [c for c, _ in rows]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    monkeypatch.chdir(tmp_path)
+    return ["in.parquet", "--model", "model", "--max-batch", "4", "--kv-memory", "8M", "--max-new-tokens", "16"]
+
+
+def summary(output: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads(Path(output, "_SUCCESS").read_text())
+    return found
+
+
+def test_auto_measures_once_on_a_line_of_its_own(job: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_REPAYS", 4)
+    assert main(["generate", *job, "-o", "plain", "--profile", "none"]) == 0
+    assert main(["generate", *job, "-o", "out", "--profile", "auto"]) == 0
+    assert Path("out", "_batchspec", "profile.json").is_file()
+    lines = summary("out")["line_device_seconds"]
+    assert isinstance(lines, dict)
+    assert lines["profile"] > 1
+    assert "profile" not in dict(summary("plain")["line_device_seconds"])  # type: ignore[call-overload]
+    assert load_results("out")["output_text"].tolist() == load_results("plain")["output_text"].tolist()
+    assert abs(float(str(summary("out")["unattributed_share"]))) < 0.01
+    # the next attempt at the job follows what this one measured
+    Path("out", "_SUCCESS").unlink()
+    Path("out", "part-00000.parquet").unlink()
+    monkeypatch.setattr(measuring, "_in_own_process", lambda *_: pytest.fail("measured twice"))
+    assert main(["generate", *job, "-o", "out", "--profile", "auto"]) == 0
+
+
+def test_a_short_job_is_not_measured(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *job, "-o", "out", "--profile", "auto"]) == 0
+    assert "48 rows are too few to repay measuring a profile" in capsys.readouterr().err
+    assert not Path("out", "_batchspec", "profile.json").exists()
+
+
+def test_a_job_goes_on_target_only_where_measuring_fails(
+    job: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measuring, "_REPAYS", 4)
+    monkeypatch.setattr(measuring, "_in_own_process", lambda *_: 1)
+    assert main(["generate", *job, "-o", "out", "--profile", "auto"]) == 0
+    assert "measuring a profile failed" in capsys.readouterr().err
+    assert set(load_results("out")["method"]) == {"target_only"}
+
+
+def test_a_profile_from_the_cache_is_followed_unless_a_method_is_asked_for(
+    job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", *job, "-o", "p.json", "--budget", "60", "--sample-rows", "8"]) == 0
+    assert "live rows" in capsys.readouterr().out
+    assert main(["generate", *job, "-o", "cached"]) == 0
+    assert "routes: by the profile measured" in capsys.readouterr().err
+    assert main(["generate", *job, "-o", "asked", "--method", "target-only"]) == 0
+    assert main(["generate", *job, "-o", "none", "--profile", "none"]) == 0
+    assert main(["generate", *job, "-o", "other", "--temperature", "1"]) == 0
+    said = capsys.readouterr().err
+    assert "routes: by the profile" not in said
+    assert "no profile of this model here: target-only" in said
+    assert Path("cached", "_batchspec", "profile.json").is_file()
+    for output in ("asked", "none", "other"):
+        assert not Path(output, "_batchspec", "profile.json").exists()
+        assert set(load_results(output)["method"]) == {"target_only"}
+    assert load_results("cached")["output_text"].tolist() == load_results("none")["output_text"].tolist()
+    assert main(["plan", *job]) == 0
+
+
+def test_a_fresh_profile_is_kept_with_if_stale(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["profile", *job, "-o", "p.json", "--sample-rows", "4", "--if-stale", "--methods", "prompt-lookup"]
+    assert main(command) == 0
+    before = Path("p.json").read_bytes()
+    capsys.readouterr()
+    assert main([*command, "--trace", "t.json", "--trace-cell", "target-only:0:2"]) == 0
+    assert "still fits: nothing measured" in capsys.readouterr().err
+    assert Path("p.json").read_bytes() == before
+
+
+def test_a_trace_and_an_image_are_written(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["profile", *job, "-o", "p.json", "--sample-rows", "6", "--trace", "t.json"]
+    assert main([*command, "--trace-cell", "prompt-lookup:4:2:copy"]) == 0
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    assert any(event.get("name") == "batchspec: forward" for event in events)
+    assert main(["profile", "show", "p.json", "--image", "curves.png"]) == 0
+    assert Path("curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--methods", "guess"], "--methods guess: not among"),
+        (["--methods", "draft-model"], "needs --draft-model"),
+        (["--trace", "t", "--trace-cell", "prompt-lookup:4"], "give METHOD:K:LIVE_ROWS"),
+        (["--trace", "t", "--trace-cell", "guess:4:4"], "give METHOD:K:LIVE_ROWS"),
+        (["--trace", "t", "--trace-cell", "prompt-lookup:99:4"], "give METHOD:K:LIVE_ROWS"),
+        (["--trace", "t", "--trace-cell", "prompt-lookup:4:0"], "give METHOD:K:LIVE_ROWS"),
+        (["--max-depth", "0"], "max-depth"),
+        (["--engine", "fake"], "measures --engine torch"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    job: list[str], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", *job, *options, "-o", "p.json"]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("p.json").exists()
+
+
+def test_auto_needs_this_machine_and_this_engine(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "in.parquet", "--engine", "fake", "--profile", "auto", "-o", "o"]) == 2
+    assert "--profile auto measures --engine torch on this machine" in capsys.readouterr().err
+    assert main(["plan", *job, "--profile", "auto"]) == 2
+
+
+def test_an_image_of_an_unknown_kind_is_refused(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *job, "-o", "p.json", "--sample-rows", "4"]) == 0
+    assert main(["profile", "show", "p.json", "--image", "curves.txt"]) == 2
+    assert ".png, .svg, .pdf" in capsys.readouterr().err
