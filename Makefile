@@ -106,8 +106,8 @@ INPUT ?= data/sample_prompts.parquet
 bench: setup ## step times beside the roofline, then static routes on INPUT (quiet machine!)
 	model=$$($(PY) -m batchspec.engine.demo_model | tail -n 1); \
 	$(PY) pipelines/benchmarks/cpu_step.py "$$model"; \
-	for batch in 1 8 32; do $(PY) pipelines/benchmarks/routing.py $(INPUT) --model "$$model" --batch $$batch --stride 6 \
-	  --settings target_only,prompt_lookup:2,prompt_lookup:4,prompt_lookup:8; done
+	$(PY) pipelines/benchmarks/routing.py $(INPUT) --model "$$model" --batches 1/6,8/6,32/6 \
+	  --settings target_only,prompt_lookup:2,prompt_lookup:4,prompt_lookup:8
 
 clean: ## remove .venv and everything made by tests and runs here
 	rm -rf $(VENV) .venv-* demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

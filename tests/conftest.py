@@ -1,10 +1,26 @@
 """What several tests share."""
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from batchspec.config import cache_dir
 from batchspec.engine.demo_model import demo_model_dir
+
+PROFILES = "profiles"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests see the user's cache without the profiles measured on this machine, which would route their jobs."""
+    if os.environ.get("PYTEST_XDIST_WORKER") is None:
+        demo_model_dir()
+        own = Path(tempfile.mkdtemp(prefix="batchspec-tests-"))
+        for entry in cache_dir().iterdir():
+            if entry.name != PROFILES:
+                (own / entry.name).symlink_to(entry)
+        os.environ["BATCHSPEC_CACHE"] = str(own)
 
 
 @pytest.fixture(scope="session")
