@@ -67,7 +67,8 @@ class EngineConfig:
     dtype: str = "auto"
     max_batch: int = 32
     kv_memory_bytes: int | None = None
-    prefill_chunk_tokens: int = 256
+    prefill_chunk_tokens: int = 64
+    no_shared_prefixes: bool = False
     acceptance_rule: str = "coupled"
     require_exact: bool = False
     neutralize_special_tokens: bool = False

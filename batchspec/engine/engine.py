@@ -173,13 +173,11 @@ class TorchEngine:
         if not rows:
             return rows, torch.empty(0, 0)
         now = perf_counter()
-        segments = []
+        segments: list[Segment] = []
         for row in rows:
             sequence = row.sequence
             sequence.first_forward_at = sequence.first_forward_at or now
-            token_ids = [*row.known, *row.proposal.token_ids]
-            wanted = range(len(token_ids) - row.num_choices, len(token_ids))
-            segments.append(Segment(sequence.slot, token_ids, sequence.num_computed, row.prefill, wanted))
+            segments += self.parts.scheduler.segments(row)
         return rows, self.parts.model.forward(segments, self.parts.kv)
 
     def _accept(self, rows: list[StepRow], logits: torch.Tensor) -> list[Block]:
@@ -200,7 +198,10 @@ class TorchEngine:
             num_kept = self._end_of(sequence, block) if row.samples else 0
             num_accepted = min(num_accepted, num_kept)
             sequence.token_ids += block[:num_kept]
+            computed_before = sequence.num_computed
             sequence.num_computed += len(row.known) + num_accepted
+            if row.prefill:
+                self.parts.scheduler.prefixes.keep(sequence, computed_before)
             row.num_kept, row.num_accepted = num_kept, num_accepted
             sequence.count_step(row, num_live=len(rows))
             self.parts.kv.trim(sequence.slot, sequence.num_computed)

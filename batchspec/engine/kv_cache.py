@@ -1,9 +1,11 @@
-"""The paged KV cache: one pool of fixed-size blocks per layer, and a table of blocks per sequence slot."""
+"""The paged KV cache: one pool of fixed-size blocks per layer, and a table of blocks per sequence slot. Blocks whose
+tokens several sequences have in common are in several tables."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +53,7 @@ class KVCache:
         self.max_tokens = max_tokens
         self.block_tables = np.zeros((max_sequences, blocks_for(max_tokens)), dtype=np.int32)
         self._num_blocks_of_slot = [0] * max_sequences
+        self._num_holders = [0] * num_blocks  # slots and keepers of each block; nobody: it is free
         self._free_blocks = list(range(num_blocks - 1, 0, -1))
         self._free_slots = list(range(max_sequences - 1, -1, -1))
 
@@ -79,29 +82,55 @@ class KVCache:
             return False
         for index in range(have, need):
             self.block_tables[slot, index] = self._free_blocks.pop()
+            self._num_holders[self.block_tables[slot, index]] = 1
         self._num_blocks_of_slot[slot] = max(have, need)
         return True
 
     def trim(self, slot: int, num_tokens: int) -> None:
         """Give back the blocks beyond the first `num_tokens` tokens (what a rejected proposal had taken)."""
-        keep = blocks_for(num_tokens)
-        for index in range(keep, self._num_blocks_of_slot[slot]):
-            self._free_blocks.append(int(self.block_tables[slot, index]))
-            self.block_tables[slot, index] = 0
-        self._num_blocks_of_slot[slot] = min(keep, self._num_blocks_of_slot[slot])
+        keep, have = blocks_for(num_tokens), self._num_blocks_of_slot[slot]
+        if keep < have:
+            self.drop(self.block_tables[slot, keep:have].tolist())
+            self.block_tables[slot, keep:have] = 0
+            self._num_blocks_of_slot[slot] = keep
 
-    def check_integrity(self) -> None:
-        """Raise ValueError, with the numbers, unless every block is free or owned by exactly one slot."""
-        owned = [
-            int(block)
-            for slot, count in enumerate(self._num_blocks_of_slot)
-            for block in self.block_tables[slot, :count]
-        ]
-        seen = sorted(owned + self._free_blocks)
-        if seen != list(range(1, self.num_blocks)):
+    def blocks_of(self, slot: int, first_token: int, last_token: int) -> list[int]:
+        """The blocks of tokens [first, last) of a slot, both on a block's border."""
+        return [int(b) for b in self.block_tables[slot, first_token // BLOCK_TOKENS : last_token // BLOCK_TOKENS]]
+
+    def share(self, slot: int, blocks: Sequence[int]) -> None:
+        """Put filled blocks that others hold behind those of the slot, all of which are full."""
+        have = self._num_blocks_of_slot[slot]
+        self.block_tables[slot, have : have + len(blocks)] = blocks
+        self._num_blocks_of_slot[slot] = have + len(blocks)
+        self.hold(blocks)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Keep blocks from becoming free, beside the slots that have them."""
+        for block in blocks:
+            self._num_holders[block] += 1
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """Undo a `hold`, or a slot's own; a block that nobody holds is free."""
+        for block in blocks:
+            self._num_holders[block] -= 1
+            if not self._num_holders[block]:
+                self._free_blocks.append(block)
+
+    def num_holders(self, block: int) -> int:
+        return self._num_holders[block]
+
+    def check_integrity(self, kept: Sequence[int] = ()) -> None:
+        """Raise ValueError, with the numbers, unless every block is free or has as many holders as slots have it and
+        `kept` names it."""
+        held = Counter(kept)
+        for slot, count in enumerate(self._num_blocks_of_slot):
+            held.update(self.block_tables[slot, :count].tolist())
+        wrong = [block for block in range(1, self.num_blocks) if held[block] != self._num_holders[block]]
+        if wrong or sorted([*held, *self._free_blocks]) != list(range(1, self.num_blocks)):
             raise ValueError(
-                f"KV blocks lost or shared: {len(owned)} owned + {len(self._free_blocks)} free, "
-                f"{self.num_usable_blocks} expected, {len(set(seen))} distinct"
+                f"KV blocks lost or shared: {len(held)} held + {len(self._free_blocks)} free, {self.num_usable_blocks} "
+                f"expected; {len(wrong)} with another number of holders than known"
             )
 
 

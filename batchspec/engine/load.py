@@ -30,8 +30,8 @@ _KV_SHARE_CUDA = 0.85
 # What is taken to be free where the system does not say.
 _UNKNOWN_FREE_BYTES = 4 * 2**30
 
-# Prompt tokens that one step takes in, beside its decode rows, in chunks.
-_STEP_PREFILL_CHUNKS = 2
+# Prompt tokens that one step takes in, beside its decode rows.
+_STEP_PREFILL_TOKENS = 512
 
 
 def load_torch_engine(
@@ -68,7 +68,11 @@ def load_torch_engine(
         model=model,
         kv=kv,
         scheduler=Scheduler(
-            kv, config.max_batch, config.prefill_chunk_tokens, _STEP_PREFILL_CHUNKS * config.prefill_chunk_tokens
+            kv,
+            config.max_batch,
+            config.prefill_chunk_tokens,
+            max(_STEP_PREFILL_TOKENS, config.prefill_chunk_tokens),
+            shares_prefixes=not config.no_shared_prefixes,
         ),
         encoder=PromptEncoder(tokenizer, model.context_tokens, config.neutralize_special_tokens),
         decoder=OutputDecoder(tokenizer),

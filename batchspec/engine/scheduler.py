@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 
 from batchspec.engine.kv_cache import KVCache, blocks_for
+from batchspec.engine.packed import Segment
+from batchspec.engine.prefix_cache import PrefixCache
 from batchspec.engine.sequence import Sequence, StepRow
 from batchspec.types import NO_PROPOSAL, Proposal
 
@@ -20,10 +23,18 @@ _PRIOR_ROWS = 4
 class Scheduler:
     """Live rows in order of admission. All limits of a step are kept here."""
 
-    def __init__(self, kv: KVCache, max_batch: int, prefill_chunk_tokens: int, step_prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        kv: KVCache,
+        max_batch: int,
+        prefill_chunk_tokens: int,
+        step_prefill_tokens: int,
+        shares_prefixes: bool = True,
+    ) -> None:
         self.live: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
+        self.prefixes = PrefixCache(kv, prefill_chunk_tokens, shares_prefixes)
         self._kv = kv
         self._max_batch = max_batch
         self._chunk = prefill_chunk_tokens
@@ -44,6 +55,8 @@ class Scheduler:
     def fits(self, sequence: Sequence) -> bool:
         """The blocks are expected to last for this row beside the live ones. A row alone always fits."""
         growing = sum(blocks_for(self._expected_growth(s)) for s in [*self.live, sequence])
+        while self._kv.num_free_blocks < growing and self.prefixes.reclaim():
+            pass
         return not self.live or self._kv.num_free_blocks >= growing
 
     def _expected_growth(self, sequence: Sequence) -> int:
@@ -59,6 +72,7 @@ class Scheduler:
     def retire(self, sequence: Sequence) -> None:
         """The row has ended: give its slot and blocks back, and remember how long its answer was."""
         self._kv.release_slot(sequence.slot)
+        self.prefixes.shrink()
         self.live.remove(sequence)
         self._sum_output_tokens += sequence.num_output_tokens
         self._num_finished += 1
@@ -66,18 +80,22 @@ class Scheduler:
     def plan(self, proposals: dict[int, Proposal]) -> list[StepRow]:
         """The rows of the next step, decode rows first, with their blocks reserved.
 
-        Prefill goes in chunks that end at multiples of the chunk size, so that a position is always computed in the
-        same company of earlier positions; a step takes a bounded number of them. On shortage the newest row is
-        pre-empted: its blocks go back and it will be recomputed, to the same bits.
+        Prefill ends at the prompt's end or at a multiple of the chunk size, so that a position is always computed in
+        the same company of earlier positions; a step takes a bounded number of chunks. A prefix that another row has
+        computed is shared. On shortage the newest row is pre-empted: its blocks go back and it will be recomputed, to
+        the same bits.
         """
         rows: list[StepRow] = []
-        prefill_tokens = 0
+        room = self._step_prefill_tokens
+        self.prefixes.begin_step()
         for sequence in list(self.live):
             if sequence.slot < 0:
                 continue  # pre-empted by an older row of this very step
             if sequence.in_prefill:
-                end = min(sequence.num_prompt_tokens, (sequence.num_computed // self._chunk + 1) * self._chunk)
-                if prefill_tokens and prefill_tokens + end - sequence.num_computed > self._step_prefill_tokens:
+                if not self.prefixes.adopt(sequence):
+                    continue
+                end = self._prefill_end(sequence, room)
+                if end == sequence.num_computed:
                     continue
             else:
                 end = min(len(sequence.token_ids), sequence.num_computed + REPLAY_TOKENS)
@@ -90,14 +108,42 @@ class Scheduler:
             )
             if not self._reserve(row):
                 continue
-            prefill_tokens += len(row.known) if row.prefill else 0
+            if row.prefill:
+                room -= len(row.known)
+                self.prefixes.announce(sequence, end)
             rows.append(row)
         return sorted((r for r in rows if r.sequence.slot >= 0), key=lambda row: row.prefill)
+
+    def segments(self, row: StepRow) -> list[Segment]:
+        """What the row feeds to the forward; prefill chunk by chunk, however many go in one step."""
+        start, token_ids = row.sequence.num_computed, [*row.known, *row.proposal.token_ids]
+        end = start + len(token_ids)
+        cuts = list(range((start // self._chunk + 1) * self._chunk, end, self._chunk)) if row.prefill else []
+        segments = []
+        for first, last in pairwise([start, *cuts, end]):
+            wanted = range(last - first - row.num_choices, last - first) if last == end else range(0)
+            segments.append(
+                Segment(row.sequence.slot, token_ids[first - start : last - start], first, row.prefill, wanted)
+            )
+        return segments
+
+    def _prefill_end(self, sequence: Sequence, room: int) -> int:
+        """How far the row's prompt goes in this step: to its end if there is room, else to a chunk's. A step with all
+        of its room left takes one chunk at least."""
+        whole = sequence.num_prompt_tokens
+        if whole - sequence.num_computed <= room:
+            return whole
+        end = (sequence.num_computed + room) // self._chunk * self._chunk
+        if end <= sequence.num_computed and room == self._step_prefill_tokens:
+            end = min(whole, (sequence.num_computed // self._chunk + 1) * self._chunk)
+        return max(end, sequence.num_computed)
 
     def _reserve(self, row: StepRow) -> bool:
         """Blocks for the row's positions, taken from newer rows if need be. False where the row itself gave way."""
         sequence = row.sequence
         while not self._kv.reserve(sequence.slot, sequence.num_computed + row.num_positions):
+            if self.prefixes.reclaim():
+                continue
             newest = self.live[-1]
             self._preempt(newest)
             if newest is sequence:
@@ -108,6 +154,7 @@ class Scheduler:
         self._kv.release_slot(sequence.slot)
         sequence.slot = -1
         sequence.num_computed = 0
+        sequence.was_preempted = True
         self.live.remove(sequence)
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1

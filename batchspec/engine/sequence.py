@@ -22,7 +22,8 @@ from batchspec.types import (
 @dataclass(slots=True)
 class Sequence:
     """A live row. `token_ids` holds prompt + committed output; the first `num_computed` of them have their K and V
-    in the cache (a pre-empted row starts again at 0, and its output is fed back like any known token)."""
+    in the cache (a pre-empted row starts again at 0, and its output is fed back like any known token), those of
+    `num_cached_tokens` computed by another row. `chunk_digests` are PrefixCache's."""
 
     request: Request
     request_class: str
@@ -31,6 +32,9 @@ class Sequence:
     admitted_at: float
     slot: int = -1
     num_computed: int = 0
+    num_cached_tokens: int = 0
+    chunk_digests: list[bytes] | None = None
+    was_preempted: bool = False
     route: Route | None = None
     method: Method = Method.TARGET_ONLY
     num_speculative_tokens: int = 0
@@ -133,7 +137,7 @@ class Sequence:
             text=self.text,
             finish_reason=self.finish_reason,
             input_tokens=self.num_prompt_tokens,
-            cached_input_tokens=0,
+            cached_input_tokens=self.num_cached_tokens,
             method=self.method,
             num_speculative_tokens=self.num_speculative_tokens,
             num_route_changes=self.num_route_changes,

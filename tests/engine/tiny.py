@@ -150,6 +150,7 @@ def make_engine(
     drafters: Mapping[Method, Drafter] | None = None,
     tokenizer: Any = None,
     rule: str = "coupled",
+    shares_prefixes: bool = True,
 ) -> TorchEngine:
     model = wrap_model("tiny", copy.deepcopy(module))
     tokenizer = tokenizer or byte_tokenizer()
@@ -159,7 +160,7 @@ def make_engine(
         EngineParts(
             model=model,
             kv=kv,
-            scheduler=Scheduler(kv, max_batch, chunk, step_prefill_tokens=2 * chunk),
+            scheduler=Scheduler(kv, max_batch, chunk, step_prefill_tokens=2 * chunk, shares_prefixes=shares_prefixes),
             encoder=PromptEncoder(tokenizer, model.context_tokens),
             decoder=OutputDecoder(tokenizer),
             rule=(RejectionRule if rule == "rejection" else CoupledRule)(Sampler(stop_ids)),
@@ -182,7 +183,7 @@ def run(
         outcomes[outcome.row_index] = outcome
         if isinstance(outcome, Completion):
             outcome.stats.check(outcome.output_tokens)
-    engine.parts.kv.check_integrity()
+    engine.parts.kv.check_integrity(engine.parts.scheduler.prefixes.kept_blocks)
     assert set(outcomes) == {request.row_index for request in requests}
     return outcomes
 

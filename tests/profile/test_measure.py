@@ -129,7 +129,7 @@ def test_a_trace_names_the_parts_of_a_step(route: Route, tmp_path: Path) -> None
     names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
     assert {f"batchspec: {part}" for part in ("admit", "propose", "forward", "accept", "commit", "retire")} <= names
     assert not engine.parts.scheduler.live
-    engine.parts.kv.check_integrity()
+    engine.parts.kv.check_integrity(engine.parts.scheduler.prefixes.kept_blocks)
 
 
 def test_the_crossover_is_where_the_ratio_passes_one() -> None:
