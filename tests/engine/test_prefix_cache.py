@@ -74,7 +74,7 @@ def test_the_last_prompt_token_is_always_computed() -> None:
     assert outcomes[1].cached_input_tokens == 32  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(1, 6))
 def test_small_caches_evict_and_preempt_to_the_same_tokens(seed: int) -> None:
     chooser = random.Random(seed)
     module = build_module("llama", seed=seed)
