@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from roofline import Machine, measure_machine, median_seconds
+from roofline import step_seconds as least_step_seconds
 
-from batchspec.engine.cpu.modules import PackedLinear
 from batchspec.engine.demo_model import demo_model_dir
 from batchspec.engine.kv_cache import blocks_for
 from batchspec.engine.model import PackedModel, load_model
@@ -27,33 +26,6 @@ from batchspec.engine.packed import Segment
 # sequences, positions of each, tokens of context before them
 STEPS = [(1, 1, 200), (1, 5, 200), (8, 1, 400), (8, 5, 400), (32, 1, 400), (32, 5, 400), (1, 1, 4000), (16, 1, 4000)]
 PREFILLS = [(1, 256, 0), (1, 256, 1024), (1, 256, 3840)]
-
-
-def median_seconds(call: Callable[[], object], repeats: int) -> float:
-    call()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-def read_bytes_per_second(repeats: int) -> float:
-    data = torch.ones(2**28, dtype=torch.float32)
-    return data.numel() * 4 / median_seconds(data.sum, repeats)
-
-
-def multiply_flops_per_second(linears: list[PackedLinear], repeats: int) -> float:
-    """The rate of 256 rows through the model's own linears."""
-    inputs = [torch.randn(256, linear.in_features, dtype=torch.bfloat16) for linear in linears]
-
-    def run() -> None:
-        for linear, x in zip(linears, inputs, strict=True):
-            linear(x)
-
-    flops = sum(2 * 256 * linear.in_features * linear.out_features for linear in linears)
-    return flops / median_seconds(run, repeats)
 
 
 def step_seconds(model: PackedModel, shape: tuple[int, int, int], prefill: bool, repeats: int) -> float:
@@ -70,24 +42,11 @@ def step_seconds(model: PackedModel, shape: tuple[int, int, int], prefill: bool,
     return median_seconds(lambda: model.forward(segments, kv), repeats)
 
 
-def least_seconds(
-    model: PackedModel,
-    linears: list[PackedLinear],
-    shape: tuple[int, int, int],
-    prefill: bool,
-    read: float,
-    flops: float,
-) -> float:
+def least_of(model: PackedModel, machine: Machine, shape: tuple[int, int, int], prefill: bool) -> float:
     num_seqs, positions, context = shape
     rows = num_seqs * positions
-    used = [x for x in linears if x.out_features != model.vocab_size or not prefill]
-    weight_bytes = sum(linear.panels.numel() * 4 for linear in used)
-    kv_bytes = num_seqs * (context + positions) * 2 * sum(layer.elements_per_token for layer in model.layers)
-    config = model.module.config
     pairs = rows * (context + (positions + 1) / 2)
-    attention = sum(2 * pairs * config.num_attention_heads * (x.key_dim + x.value_dim) for x in model.layers)
-    products = sum(2 * rows * linear.in_features * linear.out_features for linear in used)
-    return float(max(weight_bytes / read, products / flops) + max(kv_bytes / read, attention / flops))
+    return least_step_seconds(model, machine, rows, 0 if prefill else rows, pairs, num_seqs * (context + positions))
 
 
 def main() -> None:
@@ -100,25 +59,19 @@ def main() -> None:
     start = time.perf_counter()
     model = load_model(options.model or demo_model_dir(), "bfloat16", torch.device("cpu"))
     load_seconds = time.perf_counter() - start
-    linears = [module for module in model.module.modules() if isinstance(module, PackedLinear)]
-    read, flops = read_bytes_per_second(options.repeats), multiply_flops_per_second(linears, options.repeats)
-    print(
-        f"{options.threads} threads: {read / 1e9:.1f} GB/s read, {flops / 1e9:.0f} GFLOP/s; load {load_seconds:.1f} s"
-    )
+    machine = measure_machine(model, options.threads, options.repeats)
+    rates = f"{machine.read_bytes_per_second / 1e9:.1f} GB/s read, {machine.flops_per_second / 1e9:.0f} GFLOP/s"
+    print(f"{options.threads} threads: {rates}; load {load_seconds:.1f} s")
     print("sequences positions context |  least ms    ms   fraction")
     results: list[dict[str, object]] = []
     for shape, prefill in [*((s, False) for s in STEPS), *((s, True) for s in PREFILLS)]:
         seconds = step_seconds(model, shape, prefill, options.repeats)
-        least = least_seconds(model, linears, shape, prefill, read, flops)
+        least = least_of(model, machine, shape, prefill)
         note = f"  prefill, {shape[1] / seconds:.0f} tokens/s" if prefill else ""
         numbers = f"{least * 1e3:9.1f} {seconds * 1e3:6.1f} {least / seconds:9.2f}"
         print(f"{shape[0]:9d} {shape[1]:9d} {shape[2]:7d} | {numbers}{note}", flush=True)
         results.append({"shape": shape, "prefill": prefill, "seconds": seconds, "least_seconds": least})
-    print(
-        json.dumps(
-            {"threads": options.threads, "read_bytes_per_second": read, "flops_per_second": flops, "steps": results}
-        )
-    )
+    print(json.dumps({**machine.as_json(), "steps": results}))
 
 
 if __name__ == "__main__":

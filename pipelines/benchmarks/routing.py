@@ -64,6 +64,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--ids", type=Path, help="file of ids by row: compared with where it exists, and kept up to date"
+    )
     return parser.parse_args()
 
 
@@ -74,6 +77,8 @@ def main() -> int:
     )
     rows = readable_rows(RunConfig(input=InputConfig(inputs=(args.input,)), sampling=sampling))
     expected: dict[int, tuple[int, ...]] = {}  # ids by row, of whichever run decoded it first
+    if args.ids and args.ids.exists():
+        expected = {int(row): tuple(ids) for row, ids in json.loads(args.ids.read_text()).items()}
     faults = 0
     for spec in args.batches.split(","):
         batch, stride = (int(part) for part in [*spec.split("/"), "1"][:2])
@@ -105,6 +110,8 @@ def main() -> int:
                 }
                 print(json.dumps(figures), flush=True)
         print_ratios(batch, seconds)
+    if args.ids:
+        args.ids.write_text(json.dumps(expected))
     return 1 if faults else 0
 
 

@@ -1,0 +1,163 @@
+"""The engine on every workload, interleaved with its peers, each as a fraction of what this machine allows.
+
+  python pipelines/benchmarks/engine_speed.py INPUT --model DIR [--workloads batch-32,batch-1] [--repeats 3]
+    [--peers 'vllm=.venv-vllm/bin/python PEERS.py --engine vllm'] [--json FILE] [--table FILE]
+
+A peer is a command that takes --model, --input, --batch, --max-new-tokens, --reps and --threads, and prints one JSON
+line per repetition with `seconds` and `output_tokens`; only its first repetition, which meets cold caches, is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from roofline import Machine, least_seconds, measure_machine
+from transformers import AutoTokenizer
+from workloads import WORKLOADS, Workload, write_workload
+
+from batchspec.accounting.cost import StepAttributionRule
+from batchspec.config import EngineConfig, InputConfig, RunConfig
+from batchspec.engine.load import load_torch_engine
+from batchspec.pipeline.measuring import readable_rows
+from batchspec.profile.policy import StaticPolicy
+from batchspec.profile.scope import ListSource
+from batchspec.types import Completion, Method, Route, SamplingParams
+
+
+def run_ours(workload: Workload, path: Path, model: str, threads: int, shares: bool) -> tuple[dict[str, Any], Any, Any]:
+    """One cold run: seconds, tokens, cached tokens; and the engine with its completions."""
+    config = EngineConfig(model=model, dtype="bfloat16", max_batch=workload.batch, no_shared_prefixes=not shares)
+    engine = load_torch_engine(config, "cpu", threads, 1.0, StepAttributionRule())
+    sampling = SamplingParams(max_new_tokens=workload.max_new_tokens)
+    rows = readable_rows(RunConfig(input=InputConfig(inputs=(str(path),)), sampling=sampling))
+    started = time.perf_counter()
+    done = [
+        o for o in engine.run(ListSource(rows), StaticPolicy(Route(Method.TARGET_ONLY))) if isinstance(o, Completion)
+    ]
+    seconds = time.perf_counter() - started
+    figures = {
+        "seconds": seconds,
+        "output_tokens": sum(o.output_tokens for o in done),
+        "input_tokens": sum(o.input_tokens for o in done),
+        "cached_input_tokens": sum(o.cached_input_tokens for o in done),
+    }
+    return figures, engine, done
+
+
+def run_peer(command: str, workload: Workload, path: Path, model: str, threads: int) -> dict[str, Any] | None:
+    """The first repetition of a peer; None where it failed."""
+    arguments = ["--model", model, "--input", str(path), "--batch", str(workload.batch), "--reps", "1"]
+    arguments += ["--max-new-tokens", str(workload.max_new_tokens), "--threads", str(threads)]
+    done = subprocess.run([*shlex.split(command), *arguments], capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        print(f"{command}: exit code {done.returncode}\n{done.stderr[-2000:]}", file=sys.stderr)
+        return None
+    found: dict[str, Any] = json.loads(lines[0])
+    return found
+
+
+def measure(
+    workload: Workload, path: Path, args: argparse.Namespace, machine: Machine | None
+) -> tuple[dict[str, Any], Machine]:
+    """Every contender in turn, `--repeats` times over."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    least = 0.0
+    for _ in range(args.repeats):
+        settings = {"batchspec": True} | ({"batchspec, reuse off": False} if workload.name == "shared-prefix" else {})
+        for name, shares in settings.items():
+            figures, engine, done = run_ours(workload, path, args.model, args.threads, shares)
+            runs.setdefault(name, []).append(figures)
+            if machine is None:
+                machine = measure_machine(engine.parts.model, args.threads)
+            if not least:
+                sizes = [(o.input_tokens, o.output_tokens, o.cached_input_tokens) for o in done]
+                least = least_seconds(engine.parts.model, machine, sizes, workload.batch)
+            print(json.dumps({"workload": workload.name, "engine": name, **figures}), flush=True)
+            del engine
+        for peer in args.peers:
+            name, _, command = peer.partition("=")
+            figures_of_peer = run_peer(command, workload, path, args.model, args.threads)
+            if figures_of_peer is not None:
+                runs.setdefault(name, []).append(figures_of_peer)
+                print(json.dumps({"workload": workload.name, **figures_of_peer, "engine": name}), flush=True)
+    assert machine is not None
+    return {"workload": workload.name, "batch": workload.batch, "least_seconds": least, "runs": runs}, machine
+
+
+def table(results: list[dict[str, Any]], machine: Machine, versions: dict[str, str]) -> str:
+    lines = [
+        f"{machine.threads} threads of {processor()}: {machine.read_bytes_per_second / 1e9:.1f} GB/s read, "
+        f"{machine.flops_per_second / 1e9:.0f} GFLOP/s in the model's own products. "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + ".",
+        "",
+        "| workload | engine | seconds (spread) | output tokens/s | of the least time | batchspec is |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        ours = [run["output_tokens"] / run["seconds"] for run in result["runs"]["batchspec"]]
+        for name, runs in result["runs"].items():
+            seconds = [run["seconds"] for run in runs]
+            rates = [run["output_tokens"] / run["seconds"] for run in runs]
+            factor = statistics.median(a / b for a, b in zip(ours, rates, strict=False))
+            lines.append(
+                f"| {result['workload']} | {name} | {statistics.median(seconds):.1f} "
+                f"({min(seconds):.1f}-{max(seconds):.1f}) | {statistics.median(rates):.1f} | "
+                f"{result['least_seconds'] / statistics.median(seconds):.2f} | {factor:.2f}x |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("input", help="Parquet with a messages column: the prompts of the batch- workloads")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--peers", action="append", default=[], metavar="NAME=COMMAND")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json")
+    parser.add_argument("--table")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    versions = {name: metadata.version(name) for name in ("batchspec", "torch", "transformers")}
+    results: list[dict[str, Any]] = []
+    machine: Machine | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.workloads.split(","):
+            path = write_workload(WORKLOADS[name], args.input, tokenizer, Path(folder))
+            result, machine = measure(WORKLOADS[name], path, args, machine)
+            results.append(result)
+            text = table(results, machine, versions)
+            if args.json:
+                figures = {"machine": machine.as_json(), "versions": versions, "results": results}
+                Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+            if args.table:
+                Path(args.table).write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

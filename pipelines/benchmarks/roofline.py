@@ -1,0 +1,88 @@
+"""The least time that a workload can take on this machine: its products and its bytes, at rates measured here."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from batchspec.engine.cpu.modules import PackedLinear
+from batchspec.engine.model import PackedModel
+
+# Rows that are multiplied to find the rate of large products.
+_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine can do at best: a large read, and the model's own packed products at 256 rows."""
+
+    threads: int
+    read_bytes_per_second: float
+    flops_per_second: float
+
+    def as_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def median_seconds(call: Callable[[], object], repeats: int) -> float:
+    call()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def linears_of(model: PackedModel) -> list[PackedLinear]:
+    return [module for module in model.module.modules() if isinstance(module, PackedLinear)]
+
+
+def measure_machine(model: PackedModel, threads: int, repeats: int = 9) -> Machine:
+    data = torch.ones(2**28, dtype=torch.float32)
+    read = data.numel() * 4 / median_seconds(data.sum, repeats)
+    linears = linears_of(model)
+    inputs = [torch.randn(_ROWS, linear.in_features, dtype=torch.bfloat16) for linear in linears]
+
+    def run() -> None:
+        for linear, x in zip(linears, inputs, strict=True):
+            linear(x)
+
+    flops = sum(2 * _ROWS * linear.in_features * linear.out_features for linear in linears)
+    return Machine(threads, read, flops / median_seconds(run, repeats))
+
+
+def step_seconds(
+    model: PackedModel, machine: Machine, rows: float, logit_rows: float, pairs: float, kv_tokens: float
+) -> float:
+    """A forward of `rows` positions, `logit_rows` of which are wanted, attending to `pairs` (query, key) pairs over
+    `kv_tokens` tokens of K and V: weights are read under the multiplications, or these done under the reading."""
+    linears = linears_of(model)
+    head = [x for x in linears if x.out_features == model.vocab_size]
+    body = [x for x in linears if x.out_features != model.vocab_size]
+    products = 2 * rows * sum(x.in_features * x.out_features for x in body)
+    products += 2 * logit_rows * sum(x.in_features * x.out_features for x in head)
+    weight_bytes = sum(x.panels.numel() * 4 for x in (linears if logit_rows else body))
+    config = model.module.config
+    attention = sum(2 * pairs * config.num_attention_heads * (x.key_dim + x.value_dim) for x in model.layers)
+    kv_bytes = kv_tokens * model.dtype.itemsize * sum(layer.elements_per_token for layer in model.layers)
+    of_linears = max(weight_bytes / machine.read_bytes_per_second, products / machine.flops_per_second)
+    return float(of_linears + max(kv_bytes / machine.read_bytes_per_second, attention / machine.flops_per_second))
+
+
+def least_seconds(model: PackedModel, machine: Machine, rows: Sequence[tuple[int, int, int]], batch: int) -> float:
+    """The whole workload, target-only, rows given as (input, output, cached input) tokens: prompts once (less what is
+    shared), then one token per row and step, `batch` rows a step, each reading its context once."""
+    prompts = [(total, total - shared) for total, _, shared in rows]
+    pairs = sum(new * (total - new) + new * (new + 1) / 2 for total, new in prompts)
+    prefill = step_seconds(model, machine, sum(new for _, new in prompts), len(prompts), pairs, 0.0)
+    steps = sum(o - 1 for _, o, _ in rows)  # the first token comes with the prompt
+    if not steps:
+        return prefill
+    context = sum((i + o / 2) * (o - 1) for i, o, _ in rows) / steps
+    live = min(batch, len(rows))
+    return prefill + steps / live * step_seconds(model, machine, live, live, live * context, live * context)
