@@ -1,0 +1,155 @@
+"""Does routing keep its promises where a job is not even? Each scenario prints JSON lines and its ratio.
+
+  python pipelines/benchmarks/scenarios.py drift INPUT --model DIR --profile FILE --batch 8
+  python pipelines/benchmarks/scenarios.py tail  INPUT --model DIR --profile FILE --batch 32
+  python pipelines/benchmarks/scenarios.py grid  INPUT --model DIR --profile FILE
+
+drift: a class whose rows stop being predictable half way: throughput on that half, routed against target-only.
+tail: 40 rows, one of which writes far longer than the others: wall clock, routed against target-only.
+grid: tokens per second by class, method, draft length and live rows, beside what the profile predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from batchspec.accounting.cost import StepAttributionRule
+from batchspec.config import EngineConfig, InputConfig, RunConfig
+from batchspec.engine.load import load_torch_engine
+from batchspec.pipeline.measuring import readable_rows
+from batchspec.profile.measured import MeasuredPolicy
+from batchspec.profile.policy import StaticPolicy
+from batchspec.profile.predict import predict_seconds
+from batchspec.profile.records import ClassSample, Profile
+from batchspec.profile.scope import ListSource
+from batchspec.profile.store import load_profile
+from batchspec.types import Completion, Engine, Method, Request, Route, RoutePolicy, SamplingParams
+from batchspec.workload import label_of
+
+PREDICTABLE, UNPREDICTABLE = "translation", "mt_bench"
+LONG_ANSWER_TOKENS = 1500
+
+
+def decode(engine: Engine, rows: Sequence[Request], policy: RoutePolicy) -> tuple[float, list[Completion]]:
+    started = time.perf_counter()
+    done = [o for o in engine.run(ListSource(rows), policy) if isinstance(o, Completion)]
+    return time.perf_counter() - started, sorted(done, key=lambda o: o.row_index)
+
+
+def target_only() -> StaticPolicy:
+    return StaticPolicy(Route(Method.TARGET_ONLY))
+
+
+def routed(profile: Profile, batch: int) -> MeasuredPolicy:
+    return MeasuredPolicy(profile, frozenset({Method.PROMPT_LOOKUP}), batch)
+
+
+def load(args: argparse.Namespace, batch: int) -> Engine:
+    config = EngineConfig(model=args.model, max_batch=batch)
+    return load_torch_engine(config, "cpu", args.threads, 1.0, StepAttributionRule())
+
+
+def show(**figures: object) -> None:
+    print(json.dumps(figures), flush=True)
+
+
+def report_ratios(name: str, pairs: Sequence[tuple[float, float]]) -> None:
+    ratios = [plain / with_routes for plain, with_routes in pairs]
+    print(f"{name}: x{statistics.median(ratios):.3f} of target-only ({min(ratios):.3f}-{max(ratios):.3f})", flush=True)
+
+
+def drift(args: argparse.Namespace, rows: list[Request], profile: Profile) -> None:
+    """The policy lives through both halves; only the broken one is timed against target-only."""
+    engine = load(args, args.batch)
+    whole = [row for row in rows if label_of(row.request_class) == PREDICTABLE]
+    broken = [replace(r, request_class=PREDICTABLE) for r in rows if label_of(r.request_class) == UNPREDICTABLE]
+    pairs = []
+    for repeat in range(args.repeats):
+        policy = routed(profile, args.batch)
+        decode(engine, whole, policy)
+        before = len(policy.events)
+        order = ["routed", "target_only"] if repeat % 2 else ["target_only", "routed"]
+        took = {}
+        for name in order:
+            took[name], done = decode(engine, broken, policy if name == "routed" else target_only())
+            proposed = sum(o.stats.num_draft_tokens for o in done)
+            accepted = sum(o.stats.num_accepted_tokens for o in done)
+            show(scenario="drift", setting=name, seconds=round(took[name], 2), proposed=proposed, accepted=accepted)
+        show(scenario="drift", events=policy.events[before:])
+        pairs.append((took["target_only"], took["routed"]))
+    report_ratios("drift, broken half", pairs)
+
+
+def tail(args: argparse.Namespace, rows: list[Request], profile: Profile) -> None:
+    engine = load(args, args.batch)
+    short = [replace(row, sampling=replace(row.sampling, max_new_tokens=48)) for row in rows[:40]]
+    question = [{"role": "user", "content": "Count from one to five hundred, one number on each line."}]
+    sampling = SamplingParams(max_new_tokens=LONG_ANSWER_TOKENS, min_new_tokens=LONG_ANSWER_TOKENS)
+    short[20] = Request(20, messages=question, request_class=short[20].request_class, sampling=sampling)
+    pairs = []
+    for repeat in range(args.repeats):
+        took = {}
+        for name in ["routed", "target_only"] if repeat % 2 else ["target_only", "routed"]:
+            policy = routed(profile, args.batch) if name == "routed" else target_only()
+            took[name], done = decode(engine, short, policy)
+            longest = max(done, key=lambda o: o.output_tokens)
+            per_step = round(longest.stats.tokens_per_target_step(longest.output_tokens) or 0.0, 2)
+            show(scenario="tail", setting=name, seconds=round(took[name], 2), tokens_per_step_of_the_long_row=per_step)
+        pairs.append((took["target_only"], took["routed"]))
+    report_ratios("tail", pairs)
+
+
+def grid(args: argparse.Namespace, rows: list[Request], profile: Profile) -> None:
+    """Predicted on the rows' own lengths, so that the error is the cost model's and acceptance's alone."""
+    labels = [sample.request_class for sample in profile.samples]
+    errors = []
+    for batch, num_rows in ((1, 3), (4, 8), (8, 16), (32, 16)):
+        engine = load(args, batch)
+        for label in labels:
+            chosen = [row for row in rows if label_of(row.request_class) == label][:num_rows]
+            for method, k in [(Method.TARGET_ONLY, 0), *((Method.PROMPT_LOOKUP, k) for k in (2, 4, 8))]:
+                route = Route(method, k)
+                seconds, done = decode(engine, chosen, StaticPolicy(route))
+                sample = ClassSample(label, tuple(o.input_tokens for o in done), tuple(o.output_tokens for o in done))
+                predicted = predict_seconds(profile, [sample], StaticPolicy(route).route, batch)
+                errors.append(abs(predicted / seconds - 1))
+                tokens = sum(sample.output_tokens)
+                show(
+                    request_class=label,
+                    method=method.value,
+                    k=k,
+                    batch=batch,
+                    measured=round(tokens / seconds, 1),
+                    predicted=round(tokens / predicted, 1),
+                    error=round(predicted / seconds - 1, 3),
+                )
+    errors.sort()
+    print(
+        f"{len(errors)} cells: median error {statistics.median(errors):.1%}, 90 % below {errors[-len(errors) // 10]:.1%}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenario", choices=["drift", "tail", "grid"])
+    parser.add_argument("input")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--profile", required=True, type=Path)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    sampling = SamplingParams(max_new_tokens=args.max_new_tokens)
+    rows = readable_rows(RunConfig(input=InputConfig(inputs=(args.input,)), sampling=sampling))
+    {"drift": drift, "tail": tail, "grid": grid}[args.scenario](args, rows, load_profile(args.profile))
+
+
+if __name__ == "__main__":
+    main()
