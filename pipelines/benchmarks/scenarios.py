@@ -130,9 +130,8 @@ def grid(args: argparse.Namespace, rows: list[Request], profile: Profile) -> Non
                     error=round(predicted / seconds - 1, 3),
                 )
     errors.sort()
-    print(
-        f"{len(errors)} cells: median error {statistics.median(errors):.1%}, 90 % below {errors[-len(errors) // 10]:.1%}"
-    )
+    median, most = statistics.median(errors), errors[-len(errors) // 10]
+    print(f"{len(errors)} cells: median error {median:.1%}, 90 % below {most:.1%}")
 
 
 def main() -> None:
