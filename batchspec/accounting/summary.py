@@ -46,6 +46,7 @@ class JobSummary:
     max_batch: int | None
     saving: Mapping[str, Any] | None = None
     usage: Usage = field(default_factory=Usage)
+    predicted_tokens_per_target_step: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def wall_seconds(self) -> float:
@@ -118,6 +119,7 @@ class JobSummary:
             "methods": {name: totals.as_json() for name, totals in self.rows.by_method().items()},
             "classes": {
                 name: totals.as_json()
+                | {"predicted_tokens_per_target_step": self.predicted_tokens_per_target_step.get(name)}
                 | {"methods": {method: groups[key, method].as_json() for key, method in groups if key == name}}
                 for name, totals in self.rows.by_class().items()
             },

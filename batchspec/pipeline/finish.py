@@ -10,7 +10,7 @@ from typing import BinaryIO
 import pyarrow.parquet as pq
 
 from batchspec.accounting.cost import ROW_LINES
-from batchspec.accounting.saving import measured_saving
+from batchspec.accounting.saving import Spent, measured_saving
 from batchspec.accounting.summary import JobSummary
 from batchspec.accounting.totals import RowTotals, sum_rows
 from batchspec.accounting.usage import Usage, combine
@@ -21,6 +21,12 @@ from batchspec.io.store import Store, storage_faults
 from batchspec.io.writer import is_part_name, part_name
 from batchspec.pipeline.attempts import Attempt
 from batchspec.pipeline.plan import Manifest
+from batchspec.pipeline.profiling import read_profile_copy
+from batchspec.profile.measured import MeasuredPolicy
+from batchspec.profile.predict import predicted_tokens_per_step
+from batchspec.profile.store import parse_profile
+from batchspec.types import Method
+from batchspec.workload import label_of
 
 
 def check_complete(store: Store, manifest: Manifest) -> None:
@@ -61,22 +67,48 @@ def charge_killed_attempts(
     ]
 
 
-def job_summary(rows: RowTotals, attempts: Sequence[Attempt], output: str) -> JobSummary:
+def job_summary(rows: RowTotals, attempts: Sequence[Attempt], store: Store) -> JobSummary:
     """The whole job. What the batch was, and whether results depend on it, is said of all engines that took part."""
     engines = [engine for attempt in attempts for engine in attempt.engines]
     invariances = {engine["batch_invariant"] for engine in engines}
     return JobSummary(
         rows=rows,
         attempts=[attempt.time for attempt in attempts],
-        output=output,
+        output=store.root,
         batch_invariant=False if False in invariances else invariances == {True} or None,
         saving=measured_saving(
             [pair for attempt in attempts for pair in attempt.holdout_pairs],
             max((attempt.settings["run"]["holdout"] for attempt in attempts if attempt.holdout_pairs), default=0.0),
+            _spent(attempts),
         ),
+        predicted_tokens_per_target_step=_predicted(rows, store),
         usage=combine(Usage(**attempt.usage) for attempt in attempts),
         max_batch=max((engine["max_batch"] for engine in engines), default=None),
     )
+
+
+def _predicted(rows: RowTotals, store: Store) -> dict[str, float]:
+    """What the profile that the output keeps expects of each class, at the mean number of live rows."""
+    with storage_faults(store):
+        content = read_profile_copy(store)
+    live = rows.job.mean_live_sequences
+    if content is None or live is None:
+        return {}
+    profile = parse_profile(content, store.root)
+    methods = frozenset(Method(cell.method) for cell in profile.acceptance)
+    policy = MeasuredPolicy(profile, methods, profile.max_batch)
+    return {
+        label: predicted_tokens_per_step(profile, label_of(label), policy.route(label, round(live)))
+        for label in rows.by_class()
+    }
+
+
+def _spent(attempts: Sequence[Attempt]) -> Spent:
+    lines: Counter[str] = Counter()
+    for attempt in attempts:
+        lines.update(attempt.line_seconds)
+    decode_seconds = sum(lines[line] for line in ROW_LINES if line != "prefill")
+    return Spent(sum(attempt.metered_seconds for attempt in attempts), decode_seconds, lines["profile"])
 
 
 def _row_seconds_by_attempt(store: Store, manifest: Manifest, prefix: str) -> Counter[int]:

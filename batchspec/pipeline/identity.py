@@ -50,6 +50,7 @@ def job_identity(config: RunConfig, inputs: InputSet, model_path: Path | None) -
     samples_by_rejection = engine.engine == "vllm" and not config.sampling.greedy
     if engine.acceptance_rule == "rejection" or samples_by_rejection:  # then alone the text depends on the route
         identity["routes"] = _as_json(asdict(config.routes))
+        identity["draft_model"] = model_identity(Path(engine.draft_model)) if engine.draft_model else None
     return identity
 
 

@@ -26,9 +26,9 @@ from batchspec.pipeline.executors.process import die_with
 from batchspec.pipeline.logs import set_up_logging
 from batchspec.pipeline.models import locate_models
 from batchspec.pipeline.profiling import (
-    PROFILE_COPY_NAME,
     available_methods,
     cached_profile_path,
+    read_profile_copy,
     run_fingerprint,
     target_only,
 )
@@ -193,11 +193,10 @@ def auto_profile(config: RunConfig, store: Store, num_rows: int) -> RunConfig:
     path = cached_profile_path(fingerprint)
     path.parent.mkdir(parents=True, exist_ok=True)
     with storage_faults(store):
-        folder, name = PROFILE_COPY_NAME.split("/")
-        kept = name in store.names(folder)
-        if kept:
-            path.write_bytes(store.read(PROFILE_COPY_NAME))
-    if kept and not fingerprint_differences(load_profile(path), fingerprint):
+        kept = read_profile_copy(store)
+    if kept is not None:
+        path.write_text(kept)
+    if kept is not None and not fingerprint_differences(load_profile(path), fingerprint):
         logger.info("routes: by the profile that this job measured before")
         return replace(config, routes=replace(config.routes, profile=str(path)))
     sample_rows = min(ProfileOptions().sample_rows, num_rows // _REPAYS)

@@ -93,6 +93,12 @@ def keep_profile(config: RunConfig, store: Store) -> None:
         store.write(PROFILE_COPY_NAME, Path(config.routes.profile).read_bytes())
 
 
+def read_profile_copy(store: Store) -> str | None:
+    """The profile that an attempt left in the output, as text; None where there is none."""
+    folder, name = PROFILE_COPY_NAME.split("/")
+    return store.read(PROFILE_COPY_NAME).decode() if name in store.names(folder) else None
+
+
 def run_fingerprint(config: RunConfig) -> dict[str, str]:
     """What step costs and acceptance depend on: models, dtype, kind of device, threads, libraries."""
     places = worker_places(config)

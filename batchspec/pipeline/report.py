@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from batchspec.accounting.saving import net_of
 from batchspec.errors import BatchspecError, UsageError
 from batchspec.io.results import class_column
 from batchspec.io.store import Store, open_store, storage_faults
@@ -43,6 +44,8 @@ def load_run(output: str) -> Run:
         audit, profile = (_read_json(store, name) for name in (AUDIT_NAME, PROFILE_COPY_NAME))
         with store.open(part_name(0)) as part:
             schema = pq.read_schema(part)
+    if audit is not None and summary.get("saving"):
+        summary["saving"] = net_of(summary["saving"], summary["device_seconds"], audit["device_seconds"])
     columns = manifest.identity["columns"]
     rows, acceptance = read_rows(store.root, columns["output_prefix"], class_column(schema, columns))
     return Run(

@@ -78,7 +78,7 @@ def generate(config: RunConfig, started_at: float | None = None) -> JobSummary:
                 logger.info("%s is finished already: nothing to do", store.root)
                 rows = sum_result_rows(store, manifest, job.config, job.inputs)
                 attempts = charge_killed_attempts(store, manifest, load_attempts(store), job.config)
-                return job_summary(rows, attempts, store.root)
+                return job_summary(rows, attempts, store)
             return _work(store, job, manifest, stock, started_at, interrupts, lock)
 
 
@@ -95,9 +95,10 @@ def prepare(config: RunConfig) -> Job:
     logger.info(
         "input: %d rows in %d files; output: %s; model: %s", inputs.num_rows, len(inputs.files), output, model_path
     )
+    config = replace(config, engine=locate_models(config.engine))
     identity = job_identity(config, inputs, model_path)
     versions = job_versions(config, device_type(places))
-    config = check_profile(replace(config, engine=locate_models(config.engine)))
+    config = check_profile(config)
     return Job(config, inputs, output, places, identity, versions)
 
 
@@ -165,7 +166,7 @@ def _work(
         rows = sum_result_rows(store, manifest, job.config, job.inputs)
         attempts = charge_killed_attempts(store, manifest, attempts, job.config)
         session.end("finished")
-        summary = job_summary(rows, [*attempts, attempt], store.root)
+        summary = job_summary(rows, [*attempts, attempt], store)
         with storage_faults(store):
             store.write(SUCCESS_NAME, json_line(summary.as_json()).encode())
     except BaseException as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from batchspec.config import MAX_SPECULATIVE_TOKENS
 from batchspec.profile.marginal import ClassOptions, Option, any_class, class_options
+from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.records import ClassSample, Profile, StepCost
 from batchspec.types import Method, Route
 
@@ -36,6 +37,12 @@ def predict_seconds(
 def mean_options(profile: Profile) -> tuple[ClassOptions, ...]:
     """Acceptance as estimated, nothing taken off for doubt; `*` for classes that the profile does not know."""
     return (*class_options(profile, doubt=0.0), any_class(profile, doubt=0.0))
+
+
+def predicted_tokens_per_step(profile: Profile, label: str, route: Route) -> float:
+    """Tokens per row and target step that the profile expects of a class on a route."""
+    options = {c.request_class: c for c in mean_options(profile)}
+    return expected_step(options.get(label, options[ANY_CLASS]), route).tokens
 
 
 def expected_step(c: ClassOptions, route: Route) -> Step:

@@ -24,14 +24,19 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 def load_profile(path: Path) -> Profile:
     """Read a profile. Raises UsageError naming what is wrong with the file."""
-    from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--profile {path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
         raise UsageError(f"--profile {path}: not a profile: the file is not text") from None
+    return parse_profile(text, str(path))
+
+
+def parse_profile(text: str, path: str) -> Profile:
+    """A profile from its JSON; `path` is named where it is none."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
     adapter = TypeAdapter(with_config(ConfigDict(extra="forbid"))(Profile))
     try:
         profile = adapter.validate_json(text)

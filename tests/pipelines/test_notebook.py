@@ -38,7 +38,7 @@ def run_notebook(parameters: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("nights")
-    slow = write_job(folder / "slow", saving={"share": 0.2, "low": 0.1, "high": 0.3})
+    slow = write_job(folder / "slow", saving={"share": 0.2, "low": 0.1, "high": 0.3, "saved_seconds": 7.5})
     fast = write_job(folder / "fast", speed=2.0)
     unpriced = write_job(folder / "unpriced", price=None)
     return {"2026-01-01": str(slow), "2026-01-02": str(fast), "2026-01-03": str(unpriced)}

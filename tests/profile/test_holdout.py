@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchspec.accounting.saving import measured_saving
+from batchspec.accounting.saving import Spent, measured_saving, net_of
 from batchspec.config import RouteConfig
 from batchspec.profile.holdout import BLOCK_STEPS, HoldoutPolicy
 from batchspec.profile.policy import static_policy
@@ -34,7 +34,9 @@ def test_about_the_share_is_held_in_whole_blocks_and_measures_the_gain() -> None
     held = steps(policy, 200 * BLOCK_STEPS, 2.0)
     assert held % BLOCK_STEPS == 0
     assert 0.04 < held / (200 * BLOCK_STEPS) < 0.16
-    saving = measured_saving([(*pair.held, *pair.beside) for pair in policy.pairs], held_share=0.1)
+    saving = measured_saving(
+        [(*pair.held, *pair.beside) for pair in policy.pairs], held_share=0.1, spent=Spent(100.0, 100.0)
+    )
     assert saving is not None
     assert saving["share"] == pytest.approx(0.5 * 0.9)
     assert saving["low"] <= saving["share"] <= saving["high"]
@@ -42,7 +44,20 @@ def test_about_the_share_is_held_in_whole_blocks_and_measures_the_gain() -> None
 
 def test_a_loss_is_a_negative_saving_and_few_pairs_say_nothing() -> None:
     slower = (100, 1.0, 160, 2.0)
-    saving = measured_saving([slower] * 5, 0.0)
+    saving = measured_saving([slower] * 5, 0.0, Spent(100.0, 100.0))
     assert saving is not None
     assert saving["share"] == pytest.approx(1 - 100 / 80)
-    assert measured_saving([slower] * 2, 0.0) is None
+    assert measured_saving([slower] * 2, 0.0, Spent(100.0, 100.0)) is None
+
+
+def test_the_saving_is_of_all_metered_time_and_net_of_measuring_and_audit() -> None:
+    twice = (100, 2.0, 100, 1.0)
+    saving = measured_saving(
+        [twice] * 4, 0.0, Spent(metered_seconds=100.0, decode_seconds=40.0, measuring_seconds=10.0)
+    )
+    assert saving is not None
+    # target-only, decoding takes 80 s instead of 40 s, and nobody measures: 130 s against 100 s
+    assert saving["saved_seconds"] == pytest.approx(30.0)
+    assert saving["share"] == saving["low"] == saving["high"] == pytest.approx(30 / 130)
+    assert net_of(saving, 100.0, 5.0)["saved_seconds"] == pytest.approx(25.0)
+    assert net_of(saving, 100.0, 5.0)["share"] == pytest.approx(25 / 130)

@@ -12,8 +12,8 @@ from batchspec.errors import UsageError
 from batchspec.pipeline.report import report_numbers
 from tests.report.jobs import write_job
 
-AUDIT = {"faults": 0, "tokens": 20, "near_ties": 1}
-SAVING = {"share": 0.18, "low": 0.12, "high": 0.23}
+AUDIT = {"device_seconds": 0.0, "faults": 0, "tokens": 20, "near_ties": 1}
+SAVING = {"share": 0.18, "low": 0.12, "high": 0.23, "saved_seconds": 6.6}
 # what a profile says of `copy`: 8 of 10 first tokens held; the job has 3 of 4
 PROFILE = {
     "acceptance": [
@@ -98,7 +98,7 @@ def test_drift_compares_the_first_position_with_the_profile(tmp_path: Path, run:
             ["saved 18.0% (12.0% to 23.0%), net of measuring it; 1 of 2 classes", "800.000 of it", "no fault in 20"],
         ),
         (
-            {"saving": {"share": -0.02, "low": -0.05, "high": 0.01}},
+            {"saving": {"share": -0.02, "low": -0.05, "high": 0.01, "saved_seconds": -0.6}},
             {**AUDIT, "faults": 3},
             ["Speculation lost 2.0% (-1.0% to 5.0%)", "5 rows, 1 of them errors, 20 tokens out", "AUDIT FAILED: 3"],
         ),
