@@ -7,12 +7,15 @@
 drift: a class whose rows stop being predictable half way: throughput on that half, routed against target-only.
 tail: 40 rows, one of which writes far longer than the others: wall clock, routed against target-only.
 grid: tokens per second by class, method, draft length and live rows, beside what the profile predicts.
+budget: live rows where answers of 60 tokens were allowed 2,048, against 64.
+lookup: what prompt lookup costs a row in a step, by length of context.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,7 +24,9 @@ from pathlib import Path
 
 from batchspec.accounting.cost import StepAttributionRule
 from batchspec.config import EngineConfig, InputConfig, RunConfig
+from batchspec.engine.engine import TorchEngine
 from batchspec.engine.load import load_torch_engine
+from batchspec.ngrams import NgramIndex, continuation
 from batchspec.pipeline.measuring import readable_rows
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import StaticPolicy
@@ -50,7 +55,7 @@ def routed(profile: Profile, batch: int) -> MeasuredPolicy:
     return MeasuredPolicy(profile, frozenset({Method.PROMPT_LOOKUP}), batch)
 
 
-def load(args: argparse.Namespace, batch: int) -> Engine:
+def load(args: argparse.Namespace, batch: int) -> TorchEngine:
     config = EngineConfig(model=args.model, max_batch=batch)
     return load_torch_engine(config, "cpu", args.threads, 1.0, StepAttributionRule())
 
@@ -134,9 +139,61 @@ def grid(args: argparse.Namespace, rows: list[Request], profile: Profile) -> Non
     print(f"{len(errors)} cells: median error {median:.1%}, 90 % below {most:.1%}")
 
 
+def budget(args: argparse.Namespace, rows: list[Request], profile: Profile) -> None:
+    """The same answers of about 60 tokens, once with a budget of 64 and once with one of 2,048, in a small KV cache."""
+    kv_memory_bytes = 320 * 2**20
+    config = EngineConfig(model=args.model, max_batch=32, kv_memory_bytes=kv_memory_bytes)
+    engine = load_torch_engine(config, "cpu", args.threads, 1.0, StepAttributionRule())
+    short = [replace(row, sampling=replace(row.sampling, max_new_tokens=64)) for row in rows]
+    _, done = decode(engine, short, target_only())
+    endings = {o.row_index: engine.parts.decoder.text(o.token_ids[-6:]) for o in done if len(o.token_ids) == 64}
+    generous = [
+        replace(r, sampling=replace(r.sampling, max_new_tokens=2048, stop=(endings[r.row_index],)))
+        for r in short
+        if endings.get(r.row_index, "").strip()
+    ]
+    kept = {row.row_index for row in generous}
+    live = {}
+    for name, chosen in (("64", [r for r in short if r.row_index in kept]), ("2048", generous)):
+        seconds, done = decode(engine, chosen, target_only())
+        tokens = sum(o.output_tokens for o in done)
+        live[name] = sum(o.mean_live_sequences * o.output_tokens for o in done) / tokens
+        show(
+            scenario="budget",
+            budget=name,
+            rows=len(done),
+            output_tokens=tokens,
+            seconds=round(seconds, 2),
+            mean_live_rows=round(live[name], 2),
+            preemptions=engine.parts.scheduler.num_preemptions,
+        )
+    print(f"budget: {live['2048'] / live['64']:.3f} of the live rows")
+
+
+def lookup(args: argparse.Namespace, rows: list[Request], profile: Profile) -> None:
+    """Seconds of one step of prompt lookup with one new token, at 200 and at 8,000 tokens of context."""
+    chooser = random.Random(0)
+    median = {}
+    for context in (200, 8000):
+        index, tokens = NgramIndex(2), [chooser.randrange(50) for _ in range(context)]
+        index.extend(tokens)
+        took = []
+        for _ in range(2000):
+            tokens.append(chooser.randrange(50))
+            started = time.perf_counter()
+            index.extend(tokens)
+            match = index.longest_match(tokens)
+            if match is not None:
+                continuation(tokens, match[0], 8)
+            took.append(time.perf_counter() - started)
+        median[context] = statistics.median(took)
+        show(scenario="lookup", context_tokens=context, microseconds=round(median[context] * 1e6, 2))
+    print(f"lookup: {median[8000] / median[200]:.3f} of the cost at 200 tokens")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenario", choices=["drift", "tail", "grid"])
+    parser.add_argument("scenario", choices=list(SCENARIOS))
     parser.add_argument("input")
     parser.add_argument("--model", required=True)
     parser.add_argument("--profile", required=True, type=Path)
@@ -147,7 +204,10 @@ def main() -> None:
     args = parser.parse_args()
     sampling = SamplingParams(max_new_tokens=args.max_new_tokens)
     rows = readable_rows(RunConfig(input=InputConfig(inputs=(args.input,)), sampling=sampling))
-    {"drift": drift, "tail": tail, "grid": grid}[args.scenario](args, rows, load_profile(args.profile))
+    SCENARIOS[args.scenario](args, rows, load_profile(args.profile))
+
+
+SCENARIOS = {"drift": drift, "tail": tail, "grid": grid, "budget": budget, "lookup": lookup}
 
 
 if __name__ == "__main__":
