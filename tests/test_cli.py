@@ -138,6 +138,16 @@ def test_c07_the_dtype_is_an_option_and_on_record(write_prompts: WritePrompts, t
     assert main(["generate", str(path), "--engine", "fake", "--dtype", "bfloat16"]) == 2
 
 
+BAD_FILE = "max-bach = 3\nworkers = [1]\nseed = 2.5\nstop = [3]\noverwrite = 1\ntop-p = 'x'\n"
+BAD_VALUES = [
+    "workers must be a whole number, got [1]",
+    "seed must be a whole number, got 2.5",
+    "stop must be a text or a list of texts, got [3]",
+    "overwrite must be true or false, got 1",
+    "top-p must be a number, got 'x'",
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -154,7 +164,7 @@ def test_c07_the_dtype_is_an_option_and_on_record(write_prompts: WritePrompts, t
         (["--kv-memory", "lots"], ["--kv-memory", "4GiB"]),
         (["--routes", "no.toml"], ["--routes no.toml"]),
         (["--config", "no.toml"], ["no.toml"]),
-        (["--config", "bad.toml"], ["max-bach", "max-batch", "workers must be a single value"]),
+        (["--config", "bad.toml"], ["max-bach", "max-batch", *BAD_VALUES]),
         (["-o", "a.txt"], ["a.txt is a file"]),
         (["-o", "foreign"], ["foreign", "directory of its own"]),
         (["--prompt-column", "body"], ["body"]),
@@ -169,7 +179,7 @@ def test_c09_a_wrong_option_is_exit_2_and_a_message_that_names_option_and_limits
     words: list[str],
 ) -> None:
     write_prompts(1)
-    (in_tmp / "bad.toml").write_text("max-bach = 3\nworkers = [1]\n")
+    (in_tmp / "bad.toml").write_text(BAD_FILE)
     (in_tmp / "a.txt").touch()
     (in_tmp / "foreign").mkdir()
     (in_tmp / "foreign" / "data.parquet").touch()

@@ -106,6 +106,9 @@ class PromptEncoder:
         return ids
 
 
+_MARGIN_CHARACTERS = 16
+
+
 class OutputDecoder:
     """Turns output ids into text: one decode of all of them, special tokens left out."""
 
@@ -118,6 +121,18 @@ class OutputDecoder:
         )
         return decoded
 
+    def _ending(self, token_ids: Sequence[int], num_checked: int, longest: int) -> str:
+        """Text that holds whatever of at most `longest` characters the tokens behind `num_checked` complete. Some
+        tokens more are decoded, since the first may read otherwise than in its place, but never a long output."""
+        margin = longest + _MARGIN_CHARACTERS
+        num_new = len(self.text(token_ids[num_checked:]))
+        start = max(0, num_checked - margin)
+        while True:
+            ending = self.text(token_ids[start:])
+            if start == 0 or len(ending) - num_new >= margin:
+                return ending
+            start = max(0, start - 2 * margin)  # some tokens have no text
+
     def find_stop(
         self, token_ids: Sequence[int], num_checked: int, stop: Sequence[str], min_new_tokens: int
     ) -> tuple[int, str] | None:
@@ -126,8 +141,8 @@ class OutputDecoder:
         A match that was complete before `min_new_tokens` were out does not count. Returns how many tokens the output
         keeps (the one that completes the match is the last) and the text before the earliest match, or None.
         """
-        whole = self.text(token_ids)
-        if not any(string in whole for string in stop):
+        ending = self._ending(token_ids, num_checked, max(map(len, stop)))
+        if not any(string in ending for string in stop):
             return None
         ignored = len(self.text(token_ids[: min_new_tokens - 1])) if min_new_tokens > 1 else 0
         for count in range(max(num_checked, min_new_tokens - 1) + 1, len(token_ids) + 1):

@@ -102,6 +102,12 @@ PROFILE_HELP = {
     "trace": "Write one step as a Chrome trace to this file.",
     "trace_cell": "The step to trace: METHOD:K:LIVE_ROWS[:CLASS].",
 }
+_KIND_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    tuple[str, ...]: "a text or a list of texts",
+}
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\"}
 _PROFILE_RANGES = {
     "budget": click.FloatRange(min=1),
@@ -233,8 +239,8 @@ def _checked(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         name, kind = known[option]
         is_list = kind == tuple[str, ...]
-        if isinstance(value, dict) or (isinstance(value, list) and not is_list):
-            problems.append(f"{path}: {key} must be a single value, got {value!r}")
+        if not _fits(value, kind, name):
+            problems.append(f"{path}: {key} must be {_KIND_NAMES.get(kind, 'a text')}, got {value!r}")
         if name == "devices":
             by_field[name] = value if isinstance(value, str) else ",".join(map(str, value))
         else:
@@ -242,6 +248,18 @@ def _checked(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if problems:
         raise click.BadParameter("\n".join(problems))
     return by_field
+
+
+def _fits(value: Any, kind: Any, name: str) -> bool:
+    """Whether a TOML value is of an option's kind; a whole number is a number, and sizes may be spelled out."""
+    if kind == tuple[str, ...]:
+        return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        is_size = name == "kv_memory_bytes" and isinstance(value, str)
+        return is_size or (isinstance(value, int) and not isinstance(value, bool))
+    return isinstance(value, bool if kind is bool else str)
 
 
 def _unescape(text: str) -> str:

@@ -6,6 +6,8 @@ import copy
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from batchspec.engine.prompts import OutputDecoder, PromptEncoder
 from batchspec.errors import RowError, UsageError
@@ -207,3 +209,30 @@ def test_the_ending_eos_is_in_the_ids_and_not_in_the_text() -> None:
     assert isinstance(outcome, Completion)
     assert list(outcome.token_ids) == cut
     assert outcome.text == OutputDecoder(byte_tokenizer()).text(cut[:-1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from([*b"ab#\n", 0xF0, 0x9F, 0x98, 0x80, 256, 257]), min_size=1, max_size=120),
+    st.sampled_from([("#",), ("ab#",), ("#\n", "ba"), ("😀",)]),
+    st.data(),
+)
+def test_d02_a_stop_string_is_found_without_decoding_the_whole_output(
+    ids: list[int], stop: tuple[str, ...], data: st.DataObject
+) -> None:
+    """Checked step by step, as the engine does, and all at once: the same token ends the row."""
+    decoder = OutputDecoder(byte_tokenizer())
+    whole = decoder.find_stop(ids, 0, stop, 0)
+    found, checked = None, 0
+    while found is None and checked < len(ids):
+        count = min(len(ids), checked + data.draw(st.integers(1, 5)))
+        found = decoder.find_stop(ids[:count], checked, stop, 0)
+        checked = count
+    assert found == whole
+
+
+def test_long_outputs_are_not_decoded_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, decoded = OutputDecoder(byte_tokenizer()), []
+    monkeypatch.setattr(decoder, "text", lambda ids: decoded.append(len(ids)) or "x" * len(ids))
+    assert decoder.find_stop([1] * 2000, 1999, ("stop",), 0) is None
+    assert max(decoded) < 100
