@@ -2,7 +2,7 @@
 
   python pipelines/benchmarks/routing.py INPUT --model DIR --profile FILE --batches 1/6,4,8,32 --repeats 3
 
-Prints one JSON line per run and the ratios to target-only. A row's ids must be the same at every setting and batch; the
+`routed` follows --profile, `routed:OTHER` another file. Prints one JSON line per run and the ratios to target-only. A row's ids must be the same at every setting and batch; the
 script exits with 1 where they are not.
 """
 
@@ -31,10 +31,11 @@ def policies(args: argparse.Namespace, batch: int) -> dict[str, RoutePolicy]:
     for setting in args.settings.split(","):
         name, _, k = setting.partition(":")
         if name == "routed":
+            profile = load_profile(Path(k or args.profile))
             methods = {Method.PROMPT_LOOKUP} | (
                 {Method.DRAFT_MODEL, Method.LOOKUP_THEN_DRAFT} if args.draft_model else set()
             )
-            found[setting] = MeasuredPolicy(load_profile(Path(args.profile)), frozenset(methods), batch)
+            found[setting] = MeasuredPolicy(profile, frozenset(methods), batch)
         else:
             found[setting] = static_policy(
                 RouteConfig(Method(name), int(k or 0), min_match_tokens=args.min_match), args.draft_model
