@@ -103,8 +103,13 @@ fmt: $(STAMP) ## format and fix what can be fixed
 	$(PY) -m ruff format .
 
 INPUT ?= data/sample_prompts.parquet
-bench: setup ## step times beside the roofline, then static routes on INPUT (quiet machine!)
+DEVICE ?= cpu
+# peers to time beside the engine, such as PEERS='vllm=.venv-vllm/bin/python peers.py --engine vllm'
+PEERS ?=
+bench: setup ## the engine on every workload beside PEERS, its steps, then static routes on INPUT (quiet machine!)
 	model=$$($(PY) -m batchspec.engine.demo_model | tail -n 1); \
+	$(PY) pipelines/benchmarks/engine_speed.py $(INPUT) --model "$$model" --device $(DEVICE) \
+	  --json bench.json $(if $(PEERS),--peers '$(PEERS)'); \
 	$(PY) pipelines/benchmarks/cpu_step.py "$$model"; \
 	$(PY) pipelines/benchmarks/routing.py $(INPUT) --model "$$model" --batches 1/6,8/6,32/6 \
 	  --settings target_only,prompt_lookup:2,prompt_lookup:4,prompt_lookup:8

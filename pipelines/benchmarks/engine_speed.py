@@ -36,10 +36,10 @@ from batchspec.profile.scope import ListSource
 from batchspec.types import Completion, Method, Route, SamplingParams
 
 
-def run_ours(workload: Workload, path: Path, model: str, threads: int, shares: bool) -> tuple[dict[str, Any], Any, Any]:
+def run_ours(workload: Workload, path: Path, args: argparse.Namespace, shares: bool) -> tuple[dict[str, Any], Any, Any]:
     """One cold run: seconds, tokens, cached tokens; and the engine with its completions."""
-    config = EngineConfig(model=model, dtype="bfloat16", max_batch=workload.batch, no_shared_prefixes=not shares)
-    engine = load_torch_engine(config, "cpu", threads, 1.0, StepAttributionRule())
+    config = EngineConfig(model=args.model, dtype="bfloat16", max_batch=workload.batch, no_shared_prefixes=not shares)
+    engine = load_torch_engine(config, args.device, args.threads, 1.0, StepAttributionRule())
     sampling = SamplingParams(max_new_tokens=workload.max_new_tokens)
     rows = readable_rows(RunConfig(input=InputConfig(inputs=(str(path),)), sampling=sampling))
     started = time.perf_counter()
@@ -71,18 +71,18 @@ def run_peer(command: str, workload: Workload, path: Path, model: str, threads: 
 
 def measure(
     workload: Workload, path: Path, args: argparse.Namespace, machine: Machine | None
-) -> tuple[dict[str, Any], Machine]:
+) -> tuple[dict[str, Any], Machine | None]:
     """Every contender in turn, `--repeats` times over."""
     runs: dict[str, list[dict[str, Any]]] = {}
     least = 0.0
     for _ in range(args.repeats):
         settings = {"batchspec": True} | ({"batchspec, reuse off": False} if workload.name == "shared-prefix" else {})
         for name, shares in settings.items():
-            figures, engine, done = run_ours(workload, path, args.model, args.threads, shares)
+            figures, engine, done = run_ours(workload, path, args, shares)
             runs.setdefault(name, []).append(figures)
-            if machine is None:
+            if machine is None and args.device == "cpu":
                 machine = measure_machine(engine.parts.model, args.threads)
-            if not least:
+            if machine is not None and not least:
                 sizes = [(o.input_tokens, o.output_tokens, o.cached_input_tokens) for o in done]
                 least = least_seconds(engine.parts.model, machine, sizes, workload.batch)
             print(json.dumps({"workload": workload.name, "engine": name, **figures}), flush=True)
@@ -93,16 +93,20 @@ def measure(
             if figures_of_peer is not None:
                 runs.setdefault(name, []).append(figures_of_peer)
                 print(json.dumps({"workload": workload.name, **figures_of_peer, "engine": name}), flush=True)
-    assert machine is not None
     return {"workload": workload.name, "batch": workload.batch, "least_seconds": least, "runs": runs}, machine
 
 
-def table(results: list[dict[str, Any]], machine: Machine, versions: dict[str, str]) -> str:
+def table(results: list[dict[str, Any]], machine: Machine | None, versions: dict[str, str]) -> str:
+    rates = (
+        ""
+        if machine is None
+        else (
+            f"{machine.read_bytes_per_second / 1e9:.1f} GB/s read, {machine.flops_per_second / 1e9:.0f} GFLOP/s in the "
+            f"model's own products, {machine.threads} threads. "
+        )
+    )
     lines = [
-        f"{machine.threads} threads of {processor()}: {machine.read_bytes_per_second / 1e9:.1f} GB/s read, "
-        f"{machine.flops_per_second / 1e9:.0f} GFLOP/s in the model's own products. "
-        + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + ".",
+        f"{processor()}: {rates}" + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
         "",
         "| workload | engine | seconds (spread) | output tokens/s | of the least time | batchspec is |",
         "|---|---|---|---|---|---|",
@@ -116,7 +120,7 @@ def table(results: list[dict[str, Any]], machine: Machine, versions: dict[str, s
             lines.append(
                 f"| {result['workload']} | {name} | {statistics.median(seconds):.1f} "
                 f"({min(seconds):.1f}-{max(seconds):.1f}) | {statistics.median(rates):.1f} | "
-                f"{result['least_seconds'] / statistics.median(seconds):.2f} | {factor:.2f}x |"
+                f"{result['least_seconds'] / statistics.median(seconds) or float('nan'):.2f} | {factor:.2f}x |"
             )
     return "\n".join(lines) + "\n"
 
@@ -137,6 +141,7 @@ def main() -> None:
     parser.add_argument("--peers", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="the least time is known of CPUs alone")
     parser.add_argument("--json")
     parser.add_argument("--table")
     args = parser.parse_args()
@@ -152,7 +157,7 @@ def main() -> None:
             results.append(result)
             text = table(results, machine, versions)
             if args.json:
-                figures = {"machine": machine.as_json(), "versions": versions, "results": results}
+                figures = {"machine": machine and machine.as_json(), "versions": versions, "results": results}
                 Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
             if args.table:
                 Path(args.table).write_text(text)

@@ -2,8 +2,8 @@
 
   python pipelines/benchmarks/routing.py INPUT --model DIR --profile FILE --batches 1/6,4,8,32 --repeats 3
 
-`routed` follows --profile, `routed:OTHER` another file. Prints one JSON line per run and the ratios to target-only. A row's ids must be the same at every setting and batch; the
-script exits with 1 where they are not.
+`routed` follows --profile, `routed:OTHER` another file. Prints one JSON line per run and the ratios to target-only. A
+row's ids must be the same at every setting and batch; the script exits with 1 where they are not.
 """
 
 from __future__ import annotations
