@@ -102,7 +102,8 @@ def simulate(
     while waiting or live:
         while waiting and len(live) < max_batch:
             label, input_tokens, output_tokens = waiting.pop()
-            seconds += input_tokens * cost.prefill_per_token
+            drafts = any(step_of(label, len(live) + 1).draft_depths)
+            seconds += input_tokens * (cost.prefill_per_token + drafts * cost.draft_prefill_per_token)
             serial += 1
             heapq.heappush(live, (output_tokens - 1.0, serial, label, input_tokens + output_tokens / 2))
         occupancy = len(live)

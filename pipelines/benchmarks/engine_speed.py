@@ -97,7 +97,7 @@ def measure(
 
 
 def table(results: list[dict[str, Any]], machine: Machine | None, versions: dict[str, str]) -> str:
-    rates = (
+    limits = (
         ""
         if machine is None
         else (
@@ -106,7 +106,7 @@ def table(results: list[dict[str, Any]], machine: Machine | None, versions: dict
         )
     )
     lines = [
-        f"{processor()}: {rates}" + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
+        f"{processor()}: {limits}" + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
         "",
         "| workload | engine | seconds (spread) | output tokens/s | of the least time | batchspec is |",
         "|---|---|---|---|---|---|",

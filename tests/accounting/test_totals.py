@@ -1,5 +1,5 @@
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,11 @@ from batchspec.config import EngineConfig, InputConfig
 from batchspec.engine.fake import FakeEngine
 from batchspec.io.schema import ResultRow, ResultSchema
 from batchspec.profile.policy import StaticPolicy
+from batchspec.profile.scope import ListSource
 from batchspec.stats import DecodeStats
 from batchspec.types import Completion, Method, Request, Route
 
 WritePart = Callable[..., Path]
-
-
-class ListSource:
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = iter(requests)
-
-    def take(self, wait: bool) -> Request | None:
-        return next(self._requests, None)
 
 
 def answered(request_class: str | None = "a", method: str = "target_only", **columns: Any) -> dict[str, Any]:

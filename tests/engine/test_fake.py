@@ -1,6 +1,6 @@
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,19 +14,10 @@ from batchspec.engine.fake import CONTEXT_TOKENS, FakeEngine
 from batchspec.engine.fake_answers import EOS_TOKEN_ID, WORDS, answer, decode
 from batchspec.errors import UsageError
 from batchspec.profile.policy import StaticPolicy
+from batchspec.profile.scope import ListSource
 from batchspec.types import Completion, FinishReason, Method, Outcome, Request, Route, RowFailure, SamplingParams
 
 LOOKUP = Method.PROMPT_LOOKUP
-
-
-class ListSource:
-    """All requests at hand from the start."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = iter(requests)
-
-    def take(self, wait: bool) -> Request | None:
-        return next(self._requests, None)
 
 
 class RecordingPolicy:

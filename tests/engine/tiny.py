@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,6 +27,7 @@ from batchspec.engine.model import stop_token_ids, wrap_model
 from batchspec.engine.prompts import OutputDecoder, PromptEncoder
 from batchspec.engine.sampling import Sampler
 from batchspec.engine.scheduler import Scheduler
+from batchspec.profile.scope import ListSource
 from batchspec.types import (
     NO_PROPOSAL,
     Completion,
@@ -92,14 +92,6 @@ class EvenShares:
 
     def shares(self, num_positions: Sequence[int], kv_tokens: Sequence[int]) -> list[float]:
         return [1 / len(num_positions)] * len(num_positions)
-
-
-class ListSource:
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = deque(requests)
-
-    def take(self, wait: bool) -> Request | None:
-        return self._requests.popleft() if self._requests else None
 
 
 class FixedRoute:
