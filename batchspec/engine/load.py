@@ -200,4 +200,4 @@ def library_versions() -> dict[str, str]:
 
     from batchspec import __version__
 
-    return {"batchspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {"batchspec": __version__, "torch": str(torch.__version__), "transformers": transformers.__version__}

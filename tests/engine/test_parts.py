@@ -15,6 +15,7 @@ from transformers import AutoConfig, LlamaConfig
 from batchspec.engine import attention, checks, probe, sampling
 from batchspec.engine.drafters import PromptLookupDrafter
 from batchspec.engine.kv_cache import BLOCK_TOKENS, KVCache, LayerShape
+from batchspec.engine.load import library_versions
 from batchspec.engine.model import wrap_model
 from batchspec.engine.sampling import Sampler
 from batchspec.errors import UnsupportedModelError
@@ -259,3 +260,8 @@ def test_what_a_policy_learns_are_the_tokens_that_reached_the_output() -> None:
     outcome = run(engine, requests_for(["abcxyz12"], max_new_tokens=24), policy)[0]
     assert policy.tokens == outcome.output_tokens  # type: ignore[union-attr]
     assert outcome.stats.num_discarded_tokens > 0  # type: ignore[union-attr]
+
+
+def test_what_an_engine_says_of_itself_loads_no_torch_where_it_is_read() -> None:
+    """torch.__version__ is a class of torch's own: unpickled in the parent, it would import torch there."""
+    assert {type(version) for version in library_versions().values()} == {str}
