@@ -24,11 +24,12 @@ Shape = tuple[int, int, int, bool]
 class EngineTimer:
     """Times forwards of an engine that is at rest, on the tokens of real rows, in its own KV cache."""
 
-    def __init__(self, engine: TorchEngine, texts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, engine: TorchEngine, texts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         parts = engine.parts
         self._target = parts.model
         self._kv = parts.kv
         self._sampler = Sampler(parts.stop_ids)
+        self._sampling = sampling
         self._tokens = [token for text in texts for token in text]
         drafter = parts.drafters.get(Method.DRAFT_MODEL)
         self.draft: PackedModel | None = None
@@ -40,6 +41,10 @@ class EngineTimer:
         """Tokens of context that this many sequences can have at once, room for a wide step left."""
         blocks = self._kv.num_usable_blocks // num_sequences
         return min(blocks * BLOCK_TOKENS, self._target.context_tokens) - 2 * BLOCK_TOKENS
+
+    def most_draft_context(self) -> int:
+        assert self.draft is not None
+        return self.draft.context_tokens - 2 * BLOCK_TOKENS
 
     def target_seconds(self, shapes: Sequence[Shape], repeats: int) -> dict[Shape, float]:
         """Median seconds per shape of a target forward and the choice of its tokens, repeats interleaved."""
@@ -70,7 +75,7 @@ class EngineTimer:
                 tokens = [self._tokens[(index * 97 + i) % len(self._tokens)] for i in range(num_positions)]
                 wanted = (num_positions - 1,) if prefill else range(num_positions)
                 segments.append(Segment(slot, tokens, context, prefill, wanted))
-            rows = [SampledRow(SamplingParams(), "", 0, [], 0)] * sum(len(s.logit_offsets) for s in segments)
+            rows = [SampledRow(self._sampling, "", 0, [], 0)] * sum(len(s.logit_offsets) for s in segments)
             started = perf_counter()
             self._sampler.choose(model.forward(segments, kv), rows)
             return perf_counter() - started

@@ -57,9 +57,9 @@ def replay_lookup(rows: Iterable[DecodedRow], max_tokens: int, min_match_tokens:
                 tallies[row.request_class][match[1]].add(num_accepted, num_accepted < room)
             place += num_accepted + 1
     return [
-        _cell(request_class, Method.PROMPT_LOOKUP, match_tokens, num_steps[request_class], tally)
-        for request_class, by_match in tallies.items()
-        for match_tokens, tally in sorted(by_match.items())
+        _cell(request_class, Method.PROMPT_LOOKUP, match_tokens, steps, tally)
+        for request_class, steps in num_steps.items()
+        for match_tokens, tally in sorted(tallies[request_class].items()) or [(min_match_tokens, _Tally())]
     ]
 
 

@@ -8,19 +8,12 @@ P > t Y / T, the break-even. Doubt counts against speculation: P is a lower boun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import sqrt
+from dataclasses import dataclass
 
 from batchspec.config import MAX_MATCH_TOKENS, MAX_SPECULATIVE_TOKENS
-from batchspec.profile.policy import ANY_CLASS
-from batchspec.profile.records import AcceptanceCell, Profile, StepCost
-from batchspec.stats import add_per_pos
+from batchspec.profile.options import ClassOptions, Option
+from batchspec.profile.records import StepCost
 from batchspec.types import Method, Route
-
-# Conditional acceptance is pulled towards the mean over classes with the weight of this many observations, and then
-# lowered by this many standard deviations.
-_PRIOR_WEIGHT = 8.0
-_DOUBT = 1.0
 
 # What a position must bring beyond its measured cost, as a share of it: costs are measured too.
 _MARGIN = 0.1
@@ -32,35 +25,9 @@ _ROUNDS = 12
 
 
 @dataclass(frozen=True)
-class Option:
-    """One way of proposing for a class: `share` of its steps propose here, P_1 >= P_2 >= ... by position.
-
-    `per_depth` says whether each position costs a forward of the draft model for the rows that draft so deep.
-    """
-
-    share: float
-    reach: tuple[float, ...]
-    match_tokens: int | None
-
-    @property
-    def per_depth(self) -> bool:
-        return self.match_tokens is None
-
-
-@dataclass(frozen=True)
-class ClassOptions:
-    """What is known of a class: its weight among live rows, and per method the options that make it up."""
-
-    request_class: str
-    weight: float
-    context_tokens: float
-    by_method: Mapping[Method, tuple[Option, ...]]
-
-
-@dataclass(frozen=True)
 class Decision:
-    """A class at an occupancy: how to decode it, the probability that a position must have to pay, what it was given
-    as its first position's, and the tokens per step that follow."""
+    """A class at an occupancy: how to decode it, the mean probability that the positions proposed must have to pay
+    (drafting included), what it was given as its first position's, and the tokens per step that follow."""
 
     request_class: str
     occupancy: int
@@ -68,90 +35,6 @@ class Decision:
     break_even: float
     first_position_acceptance: float
     tokens_per_step: float
-
-
-def class_options(profile: Profile, doubt: float = _DOUBT) -> tuple[ClassOptions, ...]:
-    """Probabilities of reaching and accepting each position, by class, method and match length, `doubt` standard
-    deviations below their estimate (0 to predict, more to decide)."""
-    total_steps = sum(sum(s.output_tokens) for s in profile.samples)
-    pooled = _pool(profile.acceptance)
-    options = []
-    for sample in profile.samples:
-        by_method: dict[Method, list[Option]] = {}
-        for cell in profile.acceptance:
-            if cell.request_class == sample.request_class and cell.num_class_steps:
-                share = cell.num_steps / cell.num_class_steps
-                reach = _reach(cell, pooled[(cell.method, cell.match_tokens)], doubt)
-                by_method.setdefault(Method(cell.method), []).append(Option(share, reach, cell.match_tokens))
-        if Method.LOOKUP_THEN_DRAFT in by_method:
-            by_method[Method.LOOKUP_THEN_DRAFT] += by_method.get(Method.PROMPT_LOOKUP, [])
-        options.append(
-            ClassOptions(
-                sample.request_class,
-                sum(sample.output_tokens) / max(1, total_steps),
-                sample.mean_context_tokens,
-                {method: tuple(found) for method, found in by_method.items()},
-            )
-        )
-    return tuple(options)
-
-
-def any_class(profile: Profile, doubt: float = _DOUBT) -> ClassOptions:
-    """All classes together, for rows of a class that was not measured. Weighs nothing in the usual mix."""
-    merged: dict[tuple[str, int | None], AcceptanceCell] = {}
-    for cell in profile.acceptance:
-        key = (cell.method, cell.match_tokens)
-        before = merged.get(key)
-        merged[key] = replace(cell, request_class=ANY_CLASS) if before is None else _add(before, cell)
-    total_steps = {m: 0 for m, _ in merged}
-    for method in total_steps:
-        by_class = {c.request_class: c.num_class_steps for c in profile.acceptance if c.method == method}
-        total_steps[method] = sum(by_class.values())
-    cells = tuple(replace(cell, num_class_steps=total_steps[method]) for (method, _), cell in merged.items())
-    samples = [s for s in profile.samples if s.num_rows]
-    sample = replace(
-        samples[0],
-        request_class=ANY_CLASS,
-        input_tokens=tuple(n for s in samples for n in s.input_tokens),
-        output_tokens=tuple(n for s in samples for n in s.output_tokens),
-    )
-    pooled = class_options(replace(profile, samples=(sample,), acceptance=cells), doubt)
-    return replace(pooled[0], weight=0.0)
-
-
-def _add(left: AcceptanceCell, right: AcceptanceCell) -> AcceptanceCell:
-    return replace(
-        left,
-        num_steps=left.num_steps + right.num_steps,
-        accepted_per_pos=add_per_pos(left.accepted_per_pos, right.accepted_per_pos),
-        rejections_per_pos=add_per_pos(left.rejections_per_pos, right.rejections_per_pos),
-    )
-
-
-def _pool(cells: Sequence[AcceptanceCell]) -> dict[tuple[str, int | None], tuple[float, ...]]:
-    """Conditional acceptance per position over all classes: what a class with few observations is pulled to."""
-    sums: dict[tuple[str, int | None], list[list[float]]] = {}
-    for cell in cells:
-        table = sums.setdefault((cell.method, cell.match_tokens), [[0.0, 0.0] for _ in range(MAX_SPECULATIVE_TOKENS)])
-        for position, (accepted, rejected) in enumerate(_counts(cell)):
-            table[position][0] += accepted
-            table[position][1] += accepted + rejected
-    return {key: tuple(a / n if n else 0.0 for a, n in table) for key, table in sums.items()}
-
-
-def _counts(cell: AcceptanceCell) -> list[tuple[int, int]]:
-    return list(zip(cell.accepted_per_pos, cell.rejections_per_pos, strict=True))
-
-
-def _reach(cell: AcceptanceCell, pooled: tuple[float, ...], doubt: float) -> tuple[float, ...]:
-    """P_1, P_2, ...: running products of the conditional acceptances, each lowered by the doubt in it."""
-    reach, product = [], 1.0
-    for position, (accepted, rejected) in enumerate(_counts(cell)):
-        weight = accepted + rejected + _PRIOR_WEIGHT
-        mean = (accepted + _PRIOR_WEIGHT * pooled[position]) / weight
-        product *= max(0.0, mean - doubt * sqrt(mean * (1 - mean) / (weight + 1)))
-        reach.append(product)
-    return tuple(reach)
 
 
 def decide(
@@ -173,13 +56,14 @@ def decide(
         }
         tokens, extra, depth_rows, asked = _expect(options, choices, occupancy)
         seconds = cost.step_seconds(occupancy, occupancy + extra, context) + asked * cost.per_lookup
-        seconds += sum(cost.draft.at(rows) for rows in depth_rows if rows > 0) if cost.draft else 0.0
+        seconds += sum(cost.draft_step_seconds(rows, context) for rows in depth_rows if rows > 0)
         positions = (positions + occupancy + extra) / 2
         rate = (rate + max(plain, tokens / seconds)) / 2
-    break_even = _slope(cost, positions, occupancy, context) * rate
+    per_position = _slope(cost, positions, occupancy, context)
+    prices = [rate * (per_position + _draft_share(cost, occupancy, rows, context)) for rows in depth_rows]
     if tokens / seconds <= plain * (1 + _LEAST_GAIN):
         choices = {c.request_class: (Method.TARGET_ONLY, {}) for c in options}
-    return [_decision(c, *choices[c.request_class], occupancy, break_even) for c in options]
+    return [_decision(c, *choices[c.request_class], occupancy, rate * per_position, prices) for c in options]
 
 
 def _slope(cost: StepCost, positions: float, occupancy: int, context: float) -> float:
@@ -205,11 +89,16 @@ def _choose(
         gain, depths = 0.0, {}
         asks_lookup = method is not Method.DRAFT_MODEL
         gain -= rate * cost.per_lookup if asks_lookup else 0.0
+        if method is not Method.PROMPT_LOOKUP:  # a token more or less a step, the prompt is read once
+            gain -= rate * cost.draft_prefill_per_token * c.catch_up
         for option in c.by_method[method]:
             depth, worth = 0, 0.0
             running = 0.0
             for position, p in enumerate(option.reach):
-                price = rate * (per_position + _draft_share(cost, option, occupancy, depth_rows[position]))
+                drafting = (
+                    _draft_share(cost, occupancy, depth_rows[position], c.context_tokens) if option.per_depth else 0.0
+                )
+                price = rate * (per_position + drafting)
                 running += p - price
                 if running > worth:
                     depth, worth = position + 1, running
@@ -222,12 +111,10 @@ def _choose(
     return best[1], best[2]
 
 
-def _draft_share(cost: StepCost, option: Option, occupancy: int, rows_so_deep: float) -> float:
+def _draft_share(cost: StepCost, occupancy: int, rows_so_deep: float, context: float) -> float:
     """A row's share of the draft forward that serves all rows drafting so deep: at first as if all did."""
-    if not option.per_depth or cost.draft is None:
-        return 0.0
     rows = max(1.0, rows_so_deep or occupancy)
-    return cost.draft.at(rows) / rows
+    return cost.draft_step_seconds(rows, context) / rows
 
 
 def _expect(
@@ -251,8 +138,14 @@ def _expect(
 
 
 def _decision(
-    c: ClassOptions, method: Method, depths: dict[int | None, int], occupancy: int, break_even: float
+    c: ClassOptions,
+    method: Method,
+    depths: dict[int | None, int],
+    occupancy: int,
+    break_even: float,
+    draft_prices: Sequence[float],
 ) -> Decision:
+    """`break_even` is the price of a position that lookup proposes, `draft_prices` those of drafted ones by depth."""
     used = [o for o in c.by_method.get(method, ()) if depths.get(o.match_tokens, 0)]
     share = sum(o.share for o in used)
     first = sum(o.share * o.reach[0] for o in used) / share if share else _best_first(c)
@@ -263,7 +156,9 @@ def _decision(
         if k
         else f"profile: no proposal reaches the break-even of {break_even:.2f} at {occupancy} live rows"
     )
-    lookup = any(by_match)
+    proposed = [o.share * depths[o.match_tokens] for o in used]
+    paid = [o.share * sum(_prices(o, depths[o.match_tokens], break_even, draft_prices)) for o in used]
+    lookup = method in (Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT)
     route = Route(
         method,
         k,
@@ -273,7 +168,12 @@ def _decision(
         num_draft_tokens=depths.get(None, 0),
     )
     tokens_per_step = 1 + sum(o.share * sum(o.reach[: depths.get(o.match_tokens, 0)]) for o in used)
-    return Decision(c.request_class, occupancy, route, break_even, first, tokens_per_step)
+    needed = sum(paid) / sum(proposed) if k else break_even
+    return Decision(c.request_class, occupancy, route, needed, first, tokens_per_step)
+
+
+def _prices(option: Option, depth: int, break_even: float, draft_prices: Sequence[float]) -> Sequence[float]:
+    return draft_prices[:depth] if option.per_depth else [break_even] * depth
 
 
 def _best_first(c: ClassOptions) -> float:

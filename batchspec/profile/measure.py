@@ -68,7 +68,7 @@ def measure_profile(
         skipped.append(f"{len(requests) - len(completions)} of {len(requests)} sampled rows: half the budget was spent")
 
     say("timing steps")
-    timer = EngineTimer(engine, [row.token_ids for row in rows])
+    timer = EngineTimer(engine, [row.token_ids for row in rows], requests[0].sampling)
     lookup_seconds = _lookup_seconds(rows, scope.min_match_tokens)
     cost = _step_cost(timer, engine.info.max_batch, spent["overhead"] / max(1, steps.num_row_steps), lookup_seconds)
 
@@ -172,9 +172,9 @@ def _lookup_seconds(rows: Sequence[DecodedRow], min_match_tokens: int) -> float:
     """Seconds that one row's lookup takes in a step, timed on the sampled rows."""
     started, asked = perf_counter(), 0
     for row in rows[:16]:
-        index = NgramIndex(min_match_tokens)
+        index, seen = NgramIndex(min_match_tokens), list(row.token_ids[: row.num_prompt_tokens])
         for place in range(row.num_prompt_tokens + 1, len(row.token_ids)):
-            seen = row.token_ids[:place]
+            seen.append(row.token_ids[place - 1])
             index.extend(seen)
             index.longest_match(seen)
             asked += 1
@@ -201,10 +201,14 @@ def _step_cost(timer: EngineTimer, max_batch: int, per_sequence: float, per_look
     if timer.draft is None:
         return cost
     draft_shapes = [_shape(count, max_batch, _SHORT_CONTEXT) for count in _POSITIONS if count <= 2 * max_batch + 1]
-    draft_seconds = timer.draft_seconds([*draft_shapes, chunk], repeats=5)
+    far_draft: Shape = (max_batch, 1, min(long_context, timer.most_draft_context()), False)
+    draft_seconds = timer.draft_seconds([*draft_shapes, near, far_draft, chunk], repeats=5)
+    added_context = max_batch * max(1, far_draft[2] - _SHORT_CONTEXT)
+    draft_per_kv_token = max(0.0, (draft_seconds[far_draft] - draft_seconds[near]) / added_context)
     return replace(
         cost,
-        draft=_curve(draft_seconds, draft_shapes, 0.0, 0.0),
+        draft=_curve(draft_seconds, draft_shapes, draft_per_kv_token, 0.0),
+        draft_per_kv_token=draft_per_kv_token,
         draft_prefill_per_token=draft_seconds[chunk] / _CHUNK,
     )
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from batchspec.profile.acceptance import DecodedRow, replay_lookup
-from batchspec.profile.marginal import Decision, any_class, class_options, decide
+from batchspec.profile.marginal import Decision, decide
+from batchspec.profile.options import any_class, class_options
 from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.records import Profile
 from batchspec.types import Method, Route, StepReport
@@ -49,69 +50,76 @@ class LiveAcceptance:
 
 
 class MeasuredPolicy:
-    """Routes by class and live occupancy. A class whose live acceptance falls below the break-even goes target-only,
-    and comes back when prompt lookup, replayed over what it writes meanwhile, would pay again."""
+    """Routes by class and live occupancy. A class whose live acceptance falls below the break-even loses the method
+    that it was decoded with; prompt lookup comes back when a replay over what the class writes says it would pay."""
 
     def __init__(self, profile: Profile, methods: frozenset[Method], max_batch: int) -> None:
         self._cost = profile.step_cost
         self._options = (*class_options(profile), any_class(profile))
         self._methods = methods
         self._max_batch = max_batch
-        self._table: dict[int, Mapping[str, Decision]] = {}
+        self._table: dict[tuple[int, frozenset[Method]], Mapping[str, Decision]] = {}
         self._live: dict[str, LiveAcceptance] = {}
-        self._fallen: set[str] = set()
+        self._replayed: dict[str, LiveAcceptance] = {}
+        self._lost: dict[str, frozenset[Method]] = {}
         self.events: list[str] = []
 
-    def decisions(self, occupancy: int) -> Mapping[str, Decision]:
-        """Every class's decision at this occupancy, `*` for classes that the profile does not know."""
+    def decisions(self, occupancy: int, lost: frozenset[Method] = frozenset()) -> Mapping[str, Decision]:
+        """Every class's decision at this occupancy, `*` for classes that the profile does not know; without the `lost`
+        methods."""
         occupancy = max(1, min(occupancy, self._max_batch))
-        if occupancy not in self._table:
-            decided = decide(self._options, self._cost, occupancy, self._methods)
-            self._table[occupancy] = {d.request_class: d for d in decided}
-        return self._table[occupancy]
+        if (occupancy, lost) not in self._table:
+            decided = decide(self._options, self._cost, occupancy, self._methods - lost)
+            self._table[occupancy, lost] = {d.request_class: d for d in decided}
+        return self._table[occupancy, lost]
 
     def route(self, request_class: str | None, occupancy: int) -> Route:
-        label = label_of(request_class)
-        decision = self._decision(label, occupancy)
-        if label in self._fallen and decision.route.method is not Method.TARGET_ONLY:
-            return Route(Method.TARGET_ONLY, reason="live acceptance is below the break-even")
-        return decision.route
+        return self._decision(label_of(request_class), occupancy).route
 
     def _decision(self, label: str, occupancy: int) -> Decision:
-        decisions = self.decisions(occupancy)
+        decisions = self.decisions(occupancy, self._lost.get(label, frozenset()))
         return decisions.get(label) or decisions[ANY_CLASS]
 
     def observe(self, step: StepReport) -> None:
         for request_class, proposed, accepted in step.drafts:
             label = label_of(request_class)
+            decision = self._decision(label, step.num_live)
             live = self._live.setdefault(label, LiveAcceptance())
-            live.add(proposed, accepted, self._decision(label, step.num_live).break_even)
-            if live.full and live.accepted < live.needed and label not in self._fallen:
-                self._fall_back(label, live)
+            live.add(proposed, accepted, decision.break_even)
+            if live.full and live.accepted < live.needed and decision.route.method is not Method.TARGET_ONLY:
+                self._lose(label, decision.route.method, live)
         for request_class, token_ids, num_prompt_tokens in step.retired:
             label = label_of(request_class)
-            if label in self._fallen:
+            if Method.PROMPT_LOOKUP in self._lost.get(label, ()):
                 self._replay(label, DecodedRow(label, tuple(token_ids), num_prompt_tokens), step.num_live)
 
-    def _fall_back(self, label: str, live: LiveAcceptance) -> None:
-        self._fallen.add(label)
+    def _lose(self, label: str, method: Method, live: LiveAcceptance) -> None:
+        self._lost[label] = self._lost.get(label, frozenset()) | {method}
         self._event(
             f"{label}: {live.accepted} of the last {live.proposed} proposed tokens were accepted, "
-            f"{live.needed:.0f} would pay; target-only from here"
+            f"{live.needed:.0f} would pay; no more {method.value} from here"
         )
         self._live[label] = LiveAcceptance()
 
     def _replay(self, label: str, row: DecodedRow, occupancy: int) -> None:
-        decision = self._decision(label, occupancy)
-        live = self._live.setdefault(label, LiveAcceptance())
-        k = max(1, decision.route.num_speculative_tokens)
-        for cell in replay_lookup([row], k, decision.route.min_match_tokens):
-            proposed = sum(cell.accepted_per_pos) + sum(cell.rejections_per_pos)
-            live.add(proposed, sum(cell.accepted_per_pos), decision.break_even)
-        if live.full and live.accepted > live.needed * _RETURN_MARGIN:
-            self._fallen.discard(label)
+        """Judge prompt lookup on a row that was decoded without it: as it would propose, every proposed token counted,
+        as in a live step."""
+        with_lookup = self._lost[label] - {Method.PROMPT_LOOKUP}
+        decisions = self.decisions(occupancy, with_lookup)
+        decision = decisions.get(label) or decisions[ANY_CLASS]
+        route = decision.route
+        if route.method is not Method.PROMPT_LOOKUP:
+            return
+        replayed = self._replayed.setdefault(label, LiveAcceptance())
+        for cell in replay_lookup([row], route.num_speculative_tokens, route.min_match_tokens):
+            k = route.tokens_for_match(cell.match_tokens or 0)
+            if k and cell.num_steps:
+                replayed.add(k * cell.num_steps, sum(cell.accepted_per_pos[:k]), decision.break_even)
+        if replayed.full and replayed.accepted > replayed.needed * _RETURN_MARGIN:
+            self._lost[label] = with_lookup
+            del self._replayed[label]
             self._live[label] = LiveAcceptance()
-            self._event(f"{label}: replayed proposals pay again; speculating from here")
+            self._event(f"{label}: replayed proposals pay again; prompt_lookup from here")
 
     def _event(self, text: str) -> None:
         logger.info("route: %s", text)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batchspec.config import MAX_SPECULATIVE_TOKENS
-from batchspec.profile.marginal import ClassOptions, Option, any_class, class_options
+from batchspec.profile.options import ClassOptions, Option, any_class, class_options
 from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.records import ClassSample, Profile, StepCost
 from batchspec.types import Method, Route
@@ -64,10 +64,9 @@ def step_seconds(cost: StepCost, rows: Sequence[tuple[float, Step]], context_tok
     occupancy = sum(count for count, _ in rows)
     seconds = cost.step_seconds(occupancy, sum(count * step.positions for count, step in rows), context_tokens)
     seconds += cost.per_lookup * sum(count * step.asks_lookup for count, step in rows)
-    if cost.draft is not None:
-        for depth in range(MAX_SPECULATIVE_TOKENS):
-            drafting = sum(count * step.draft_depths[depth] for count, step in rows)
-            seconds += cost.draft.at(drafting) if drafting > 0 else 0.0
+    for depth in range(MAX_SPECULATIVE_TOKENS):
+        drafting = sum(count * step.draft_depths[depth] for count, step in rows)
+        seconds += cost.draft_step_seconds(drafting, context_tokens) if drafting > 0 else 0.0
     return seconds
 
 

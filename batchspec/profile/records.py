@@ -77,7 +77,7 @@ class StepCost:
     `target` and `draft` are forwards over the number of positions in the pack at no context, `per_kv_token` what each
     token of context adds per sequence (it is read) and `per_position_kv_token` per position beyond a sequence's first
     (it is attended again), `per_sequence` the engine's own work on a row in a step, `per_lookup` what
-    asking prompt lookup costs a row, `prefill_per_token` the intake of prompts.
+    asking prompt lookup costs a row, `prefill_per_token` the intake of prompts; the same for the draft.
     """
 
     target: Curve
@@ -88,12 +88,19 @@ class StepCost:
     prefill_per_token: float
     draft: Curve | None = None
     draft_prefill_per_token: float = 0.0
+    draft_per_kv_token: float = 0.0
 
     def step_seconds(self, num_sequences: float, num_positions: float, context_tokens: float) -> float:
         """A step of this many rows and positions at a mean context per row."""
         own_work = num_sequences * (self.per_sequence + self.per_kv_token * context_tokens)
         more_positions = max(0.0, num_positions - num_sequences)
         return self.target.at(num_positions) + own_work + more_positions * self.per_position_kv_token * context_tokens
+
+    def draft_step_seconds(self, num_rows: float, context_tokens: float) -> float:
+        """A forward of the draft model, one position a row; 0 without a draft model."""
+        if self.draft is None:
+            return 0.0
+        return self.draft.at(num_rows) + num_rows * self.draft_per_kv_token * context_tokens
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import pytest
 
 from batchspec.errors import MismatchError, UsageError
 from batchspec.profile.acceptance import DecodedRow, replay_draft, replay_lookup
-from batchspec.profile.marginal import ClassOptions, Option, class_options, decide
+from batchspec.profile.marginal import decide
 from batchspec.profile.measured import WINDOW_TOKENS, MeasuredPolicy
+from batchspec.profile.options import ClassOptions, Option, class_options
 from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.predict import predict_seconds
 from batchspec.profile.records import AcceptanceCell, ClassSample, Curve, Profile, StepCost
@@ -171,16 +172,57 @@ def test_few_observations_count_against_speculation() -> None:
 
 
 def test_a_class_that_stops_paying_falls_back_within_a_window_and_returns_by_replay() -> None:
-    policy = MeasuredPolicy(profile_of(), LOOKUP, 32)
+    long_matches = tuple(replace(cell, match_tokens=8) for cell in profile_of().acceptance)
+    policy = MeasuredPolicy(profile_of(acceptance=long_matches), LOOKUP, 32)
     for _ in range(WINDOW_TOKENS // 3 + 1):
         policy.observe(StepReport(8, 1, 0.01, drafts=[("copy", 3, 0)]))
     assert policy.route("copy", 1).method is Method.TARGET_ONLY
+    assert policy.route("write", 1) == MeasuredPolicy(profile_of(acceptance=long_matches), LOOKUP, 32).route("write", 1)
     assert "0 of the last" in policy.events[0]
     repeating = tuple([1, 2, 3, 4, 5] * 40)
     for _ in range(20):
         policy.observe(StepReport(8, 8, 0.01, retired=[("copy", repeating, 10)]))
     assert policy.route("copy", 1).method is Method.PROMPT_LOOKUP
     assert len(policy.events) == 2
+
+
+def test_replay_counts_what_would_be_proposed_as_a_live_step_does() -> None:
+    """Half right at k=4: 0.23 of the proposed tokens hold, in a live step and in a replay alike."""
+    long_matches = tuple(replace(cell, match_tokens=2) for cell in profile_of().acceptance)
+    dear = replace(COST, target=Curve((1, 256), (0.021, 2.0)))
+    policy = MeasuredPolicy(profile_of(acceptance=long_matches, step_cost=dear), LOOKUP, 32)
+    k = policy.route("copy", 1).tokens_for_match(2)
+    assert k > 1
+    for _ in range(WINDOW_TOKENS // k + 1):
+        policy.observe(StepReport(1, 1, 0.01, drafts=[("copy", k, 0)]))
+    assert policy.route("copy", 1).method is Method.TARGET_ONLY
+    # every pair of tokens comes back, followed by one right token and then a wrong one
+    never_two = [token for i in range(300) for token in (1, 2, 3, 10 + i)]
+    for _ in range(5):
+        policy.observe(StepReport(1, 1, 0.01, retired=[("copy", tuple(never_two), 8)]))
+    assert policy.route("copy", 1).method is Method.TARGET_ONLY
+
+
+def test_a_draft_that_fails_is_lost_and_lookup_takes_over() -> None:
+    drafted = AcceptanceCell("copy", "draft_model", None, 500, 500, (490, 480, 470), (10, 10, 10))
+    looked_up = AcceptanceCell("copy", "prompt_lookup", 8, 500, 200, (150, 120, 100), (50, 30, 20))
+    cost = replace(COST, draft=Curve((1, 64), (0.003, 0.003)))
+    policy = MeasuredPolicy(profile_of(acceptance=(drafted, looked_up), step_cost=cost), ALL, 32)
+    decision = policy.decisions(1)["copy"]
+    assert decision.route.method is Method.DRAFT_MODEL
+    # a position costs its draft step, too: 3 ms beside 1 ms
+    assert decision.break_even > 3 * policy.decisions(1, frozenset({Method.DRAFT_MODEL}))["copy"].break_even
+    for _ in range(WINDOW_TOKENS // 3 + 1):
+        policy.observe(StepReport(1, 1, 0.01, drafts=[("copy", 3, 0)]))
+    assert policy.route("copy", 1).method is Method.PROMPT_LOOKUP
+    assert "no more draft_model" in policy.events[0]
+
+
+def test_reading_long_prompts_for_short_answers_counts_against_a_draft_model() -> None:
+    options = ClassOptions("c", 1.0, 1000.0, {Method.DRAFT_MODEL: (Option(1.0, (0.8, 0.6), None),)})
+    cost = replace(COST, draft=Curve((1, 64), (0.002, 0.002)), draft_prefill_per_token=0.001)
+    assert one(options, 1, cost, ALL).route.method is Method.DRAFT_MODEL
+    assert one(replace(options, catch_up=25.0), 1, cost, ALL).route.method is Method.TARGET_ONLY
 
 
 def always(method: Method, k: int = 0) -> Any:
