@@ -132,12 +132,14 @@ class RunConfig:
 @dataclass(frozen=True)
 class ProfileOptions:
     """How to measure, beside what a run's own options say. `methods` are comma-separated, empty for all that are
-    possible; `trace` is a file for one step of `trace_cell`."""
+    possible; `trace` is a file for one step of `trace_cell`. `job_rows`: stop where a job of so many rows is too short
+    to repay measuring."""
 
     budget: float = 120.0
     sample_rows: int = 48
     methods: str = ""
     max_depth: int = 8
     if_stale: bool = False
+    job_rows: int | None = None
     trace: str | None = None
     trace_cell: str = "prompt-lookup:4:8"

@@ -47,7 +47,8 @@ def load_torch_engine(
     meter.lap("load")
     stop_ids = stop_token_ids(model.module)
     sampler = Sampler(stop_ids)
-    difference = probe_engine(model, draft, sampler)
+    # a draft has a part in the text under the rejection rule alone
+    difference = probe_engine(model, draft if config.acceptance_rule == "rejection" else None, sampler)
     if difference is not None and config.require_exact:
         raise UsageError(
             f"--require-exact: on this {device} in {model.dtype} the bits of a row depend on its batch ({difference}); "
@@ -141,12 +142,19 @@ def num_kv_blocks(models: Sequence[PackedModel], config: EngineConfig, device_sh
         allowed = config.kv_memory_bytes // block_bytes
         if allowed < 2:
             raise UsageError(f"--kv-memory {config.kv_memory_bytes}: less than two blocks of {block_bytes} bytes")
-    elif target.device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(target.device)
-        allowed = int(free_bytes * _KV_SHARE_CUDA * device_share) // block_bytes
     else:
-        allowed = int(free_memory_bytes() * _KV_SHARE_CPU * device_share) // block_bytes
+        allowed = min(_blocks_on(device, models, device_share) for device in {model.device for model in models})
     return min(1 + wanted, allowed)
+
+
+def _blocks_on(device: torch.device, models: Sequence[PackedModel], device_share: float) -> int:
+    """Blocks that the free memory of a device holds for the models on it."""
+    there = [model for model in models if model.device == device]
+    block_bytes = sum(bytes_per_block(model.layers, model.dtype) for model in there)
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return int(free_bytes * _KV_SHARE_CUDA * device_share) // block_bytes
+    return int(free_memory_bytes() * _KV_SHARE_CPU * device_share) // block_bytes
 
 
 def memory_bytes(model: PackedModel, draft: PackedModel | None, num_blocks: int) -> dict[str, int]:

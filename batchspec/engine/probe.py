@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from batchspec.engine.kv_cache import blocks_for
@@ -16,16 +17,19 @@ _SAMPLING = (
     SamplingParams(temperature=0.8, top_p=0.95),
     SamplingParams(temperature=1.2, top_k=50, min_p=0.01),
     SamplingParams(temperature=1.5),
+    SamplingParams(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.3),
 )
 
 _PREFILL_MATES = 12
+
+# More than a chunk of prefill, and than a partition of keys that the attention kernel merges.
+_PROMPT_TOKENS = 270
 
 
 def probe_engine(model: PackedModel, draft: PackedModel | None, sampler: Sampler) -> str | None:
     """None where nothing that was tried changed the bits of a row, else what did.
 
-    Tried: the target's forward; the choice of tokens; the draft's forward, since under the rejection rule its
-    probabilities have a part in the text.
+    Tried: the target's forward, the choice of tokens, and the forward of a draft that has a part in the text.
     """
     difference = probe_batch_invariance(model) or probe_sampling(sampler, model)
     if difference is None and draft is not None:
@@ -38,11 +42,12 @@ def probe_sampling(sampler: Sampler, model: PackedModel, num_rows: int = 64) -> 
     """None where a row's distribution has the same bits alone and beside rows of all settings, else what differed."""
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(num_rows, model.vocab_size, generator=generator).mul_(4).to(model.device, model.dtype)
-    rows = [SampledRow(_SAMPLING[i % len(_SAMPLING)], f"row:{i}", i, [], 0) for i in range(num_rows)]
-    together = sampler.choose(logits.clone(), rows)
+    rows = [SampledRow(_SAMPLING[i % len(_SAMPLING)], f"row:{i}", i, [1, 2, 3, 3], 1) for i in range(num_rows)]
+    chosen, shares = sampler.choose(logits.clone(), rows), sampler.distribution(logits.clone(), rows)
     for index in range(2 * len(_SAMPLING)):
-        row = rows[index]
-        if sampler.choose(logits[index : index + 1].clone(), [row]) != together[index : index + 1]:
+        row, own = rows[index], logits[index : index + 1]
+        same = np.array_equal(sampler.distribution(own.clone(), [row])[0], shares[index])
+        if not same or sampler.choose(own.clone(), [row]) != chosen[index : index + 1]:
             return f"sampling at temperature {row.sampling.temperature:g} beside {num_rows - 1} other rows"
     return None
 
@@ -57,13 +62,15 @@ def probe_batch_invariance(model: PackedModel, max_rows: int = 640) -> str | Non
     def tokens(count: int) -> list[int]:
         return torch.randint(model.vocab_size, (count,), generator=generator).tolist()
 
-    prompt, answer, filler = tokens(45), tokens(6), tokens(16)
+    prompt, answer, filler = tokens(min(_PROMPT_TOKENS, model.context_tokens - 32)), tokens(6), tokens(16)
     num_fillers = -(-max_rows // len(filler))
     length = len(prompt) + len(answer)
-    kv = model.new_cache(1 + (2 + num_fillers) * blocks_for(length), 2 + num_fillers)
+    kv = model.new_cache(1 + 2 * blocks_for(length) + num_fillers * blocks_for(len(filler)), 2 + num_fillers)
     alone, mixed, *others = [kv.acquire_slot() for _ in range(2 + num_fillers)]
-    for slot in (alone, mixed, *others):
+    for slot in (alone, mixed):
         kv.reserve(slot, length)
+    for slot in others:
+        kv.reserve(slot, len(filler))
 
     def decode(slot: int, first: int, last: int) -> Segment:
         return Segment(slot, answer[first:last], len(prompt) + first, False, range(last - first))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from batchspec.config import AUTO_PROFILE, NO_PROFILE, RunConfig
@@ -24,6 +25,8 @@ def check_config(config: RunConfig) -> None:
         *_choice_problems(config),
         *_route_problems(config),
         *_auto_profile_problems(config),
+        *_rejection_problems(config),
+        *_draft_problems(config),
         *_vllm_problems(config),
     ]
     if problems:
@@ -78,6 +81,25 @@ def _choice_problems(config: RunConfig) -> Iterator[str]:
 def _auto_profile_problems(config: RunConfig) -> Iterator[str]:
     if config.routes.profile == AUTO_PROFILE and (config.engine.engine, config.run.executor) != ("torch", "local"):
         yield "--profile auto measures --engine torch on this machine: name a file for another engine or executor"
+
+
+def _rejection_problems(config: RunConfig) -> Iterator[str]:
+    if config.engine.acceptance_rule != "rejection":
+        return
+    if config.run.holdout:
+        yield "--holdout: under --acceptance-rule rejection the text depends on the route, so none may be changed"
+    if config.routes.profile == AUTO_PROFILE:
+        yield "--profile auto: under --acceptance-rule rejection the text depends on the route: name a profile's file"
+
+
+def _draft_problems(config: RunConfig) -> Iterator[str]:
+    device = config.engine.draft_device
+    if device is None:
+        return
+    if config.engine.draft_model is None:
+        yield "--draft-device needs --draft-model"
+    if device != "cpu" and re.fullmatch(r"cuda(:\d+)?", device) is None:
+        yield f"--draft-device {device}: give cpu, cuda or cuda:N"
 
 
 def _vllm_problems(config: RunConfig) -> Iterator[str]:

@@ -129,6 +129,8 @@ def profile_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command every option of ProfileOptions."""
     kinds = typing.get_type_hints(ProfileOptions)
     for field in reversed(fields(ProfileOptions)):
+        if field.name not in PROFILE_HELP:
+            continue
         flag = "--" + field.name.replace("_", "-")
         kind, shown = _without_none(kinds[field.name]), field.default not in (None, "", False)
         common: dict[str, Any] = {"help": PROFILE_HELP[field.name], "default": field.default, "show_default": shown}
@@ -139,7 +141,7 @@ def profile_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def profile_config(context: click.Context) -> ProfileOptions:
     """The ProfileOptions that the options of `context` make up."""
-    return ProfileOptions(**{field.name: context.params[field.name] for field in fields(ProfileOptions)})
+    return ProfileOptions(**{name: context.params[name] for name in PROFILE_HELP})
 
 
 def run_config(context: click.Context, inputs: tuple[str, ...]) -> RunConfig:

@@ -42,25 +42,32 @@ class JobPlan:
     seconds: float
     seconds_low: float
     seconds_high: float
+    cost_usd_low: float | None
     cost_usd: float | None
     cost_usd_high: float | None
     target_only_seconds: float
     expected_saving: float
     routes: dict[str, str]
+    rows_by_class: dict[str, int]
+    longest_answer: int
     verdict: str
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def as_text(self) -> str:
-        cost = "no price given" if self.cost_usd is None else f"{self.cost_usd:.4f} USD metered"
+        cost = "no price given"
+        if self.cost_usd is not None:
+            cost = f"{self.cost_usd:.4f} USD metered ({self.cost_usd_low:.4f} to {self.cost_usd_high:.4f})"
         lines = [
             self.verdict,
             f"{self.rows} rows, about {self.input_tokens} tokens in and {self.output_tokens} out",
             f"{self.seconds:.0f} s ({self.seconds_low:.0f} to {self.seconds_high:.0f}), {cost}",
             f"target-only: {self.target_only_seconds:.0f} s",
+            f"answers are taken to be as long as the profile's, at most {self.longest_answer} tokens",
         ]
-        return "\n".join([*lines, *(f"  {label}: {route}" for label, route in self.routes.items())])
+        routes = [f"  {label}, {self.rows_by_class[label]} rows: {route}" for label, route in self.routes.items()]
+        return "\n".join([*lines, *routes])
 
 
 def plan_job(config: RunConfig) -> JobPlan:
@@ -93,20 +100,23 @@ def plan_job(config: RunConfig) -> JobPlan:
     spread = max([_LEAST_SPREAD, *(abs(t.seconds / t.predicted_seconds - 1) for t in profile.trials)])
     saving = 1 - seconds / target_only
     price, num_devices = config.run.price_per_hour, sum(place.device_share for place in places)
-    high = seconds * (1 + spread)
+    low, high = seconds / (1 + spread), seconds * (1 + spread)
     shown = {sample.request_class: _named(policy.route(sample.request_class, batch)) for sample in samples}
     return JobPlan(
         rows=inputs.num_rows,
         input_tokens=round(scale * sum(sum(s.input_tokens) for s in samples)),
         output_tokens=round(scale * sum(sum(s.output_tokens) for s in samples)),
         seconds=round(seconds, 1),
-        seconds_low=round(seconds * (1 - spread), 1),
+        seconds_low=round(low, 1),
         seconds_high=round(high, 1),
+        cost_usd_low=cost_usd(low * num_devices, price),
         cost_usd=cost_usd(seconds * num_devices, price),
         cost_usd_high=cost_usd(high * num_devices, price),
         target_only_seconds=round(target_only, 1),
         expected_saving=round(saving, 4),
         routes=shown,
+        rows_by_class={sample.request_class: round(sample.num_rows * scale) for sample in samples},
+        longest_answer=profile.max_new_tokens,
         verdict=f"speculating should save {saving:.0%} of the time" if saving > 0.005 else "do not speculate here",
     )
 
@@ -142,15 +152,16 @@ def _expected_rows(
     known = {sample.request_class: sample for sample in profile.samples}
     everything = [tokens for sample in profile.samples for tokens in sample.output_tokens]
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for place, request in enumerate(rows[::stride]):
+    for request in rows[::stride]:
         label = RequestClassifier().label(request.request_class)
         answers = known[label].output_tokens if label in known else everything
         try:
             num_input_tokens = len(encoder.encode(request))
         except RowError:
             continue
-        output_tokens = min(answers[place % len(answers)], request.sampling.max_new_tokens)
-        found[label if label in known else ANY_CLASS].append((num_input_tokens, output_tokens))
+        of_class = found[label if label in known else ANY_CLASS]
+        output_tokens = min(answers[len(of_class) % len(answers)], request.sampling.max_new_tokens)
+        of_class.append((num_input_tokens, output_tokens))
     samples = [
         ClassSample(label, tuple(i for i, _ in pairs), tuple(o for _, o in pairs)) for label, pairs in found.items()
     ]

@@ -19,7 +19,7 @@ from batchspec.profile.holdout import HoldoutPolicy
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import static_policy
 from batchspec.profile.store import fingerprint_differences, load_profile, refuse_stale_profile
-from batchspec.types import Method, RoutePolicy
+from batchspec.types import Method, RoutePolicy, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,20 @@ def build_policy(config: RunConfig) -> HoldoutPolicy:
     if config.routes.profile not in (None, NO_PROFILE):
         profile = load_profile(Path(config.routes.profile))
         policy = MeasuredPolicy(profile, available_methods(config), config.engine.max_batch)
+        if samples_by_rejection(config):
+            policy = policy.frozen(profile.max_batch)
     return HoldoutPolicy(policy, config.run.holdout, config.sampling.seed)
+
+
+def samples_by_rejection(config: RunConfig) -> bool:
+    """Whether a row's text depends on its route: then that is settled by its class, and by nothing that a run sees."""
+    return config.engine.acceptance_rule == "rejection"
+
+
+def profile_digest(config: RunConfig) -> str | None:
+    """The content of the profile that routes the rows."""
+    path = config.routes.profile
+    return None if path in (None, NO_PROFILE) else hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def available_methods(config: RunConfig) -> frozenset[Method]:
@@ -55,7 +68,14 @@ def check_profile(config: RunConfig) -> RunConfig:
     path = Path(routes.profile).expanduser().absolute()
     profile = load_profile(path)
     now = run_fingerprint(config)
-    if routes.accept_stale_profile and fingerprint_differences(profile, now):
+    differences = fingerprint_differences(profile, now)
+    if routes.accept_stale_profile and differences:
+        if all(line.startswith("draft_") for line in differences):  # what is known of the target alone still holds
+            return replace(
+                config,
+                engine=replace(config.engine, draft_model=None, draft_device=None),
+                routes=replace(routes, profile=str(path)),
+            )
         return replace(config, routes=target_only(config))
     refuse_stale_profile(str(path), profile, now)
     return replace(config, routes=replace(routes, profile=str(path)))
@@ -80,6 +100,12 @@ def _cached_profile(config: RunConfig) -> str:
         return NO_PROFILE
     logger.info("routes: by the profile measured %s (%s); --profile none turns it off", profile.created_at, path)
     return str(path)
+
+
+def sampling_cell(sampling: SamplingParams) -> str:
+    """How tokens are drawn, as far as acceptance depends on it."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    return " ".join(f"{name}={getattr(sampling, name):g}" for name in names)
 
 
 def cached_profile_path(fingerprint: Mapping[str, str]) -> Path:
@@ -111,7 +137,7 @@ def run_fingerprint(config: RunConfig) -> dict[str, str]:
         "torch": metadata.version("torch"),
         "transformers": metadata.version("transformers"),
         "acceptance_rule": engine.acceptance_rule,
-        "temperature": str(config.sampling.temperature),
+        "sampling": sampling_cell(config.sampling),
     }
     for role, path in (("target", engine.model), ("draft", engine.draft_model)):
         identity = model_identity(Path(path)) if path else None

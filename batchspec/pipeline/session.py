@@ -17,13 +17,13 @@ from batchspec.errors import BatchspecError
 from batchspec.io.inputs import InputSet
 from batchspec.io.store import Store
 from batchspec.pipeline.attempts import REFRESH_SECONDS, Attempt
+from batchspec.pipeline.auto import auto_profile
 from batchspec.pipeline.deaths import Deaths
 from batchspec.pipeline.devices import Place
 from batchspec.pipeline.display import Display
 from batchspec.pipeline.executors import new_executor
 from batchspec.pipeline.interrupts import Interrupts
 from batchspec.pipeline.lock import OutputLock
-from batchspec.pipeline.measuring import auto_profile
 from batchspec.pipeline.messages import Counters, Shard, WorkerSpec
 from batchspec.pipeline.meter import AttemptMeter
 from batchspec.pipeline.phases import Phase, plan_phases

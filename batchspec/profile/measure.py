@@ -14,7 +14,7 @@ from batchspec.errors import InputError, UsageError
 from batchspec.ngrams import NgramIndex
 from batchspec.profile.acceptance import DecodedRow, replay_draft, replay_lookup
 from batchspec.profile.records import ClassSample, Curve, Profile, StepCost
-from batchspec.profile.scope import Budget, ListSource, Scope
+from batchspec.profile.scope import Budget, ListSource, NotWorthMeasuring, Scope
 from batchspec.profile.trials import run_trials
 from batchspec.types import Completion, Method, Request, Route, RoutePolicy, StepReport
 from batchspec.workload import RequestClassifier
@@ -30,6 +30,10 @@ _SHORT_CONTEXT = 64
 _LONG_CONTEXT = 1024
 _WIDE = 4
 _CHUNK = 256
+
+# Of a job's own time, what measuring for it may take after the sample is decoded; and what timing the steps takes.
+_JOB_SHARE = 0.05
+_LEAST_TIMING_SECONDS = 10.0
 
 
 def stratified(requests: Sequence[Request], num_rows: int) -> list[Request]:
@@ -67,6 +71,8 @@ def measure_profile(
     if len(completions) < len(requests):
         skipped.append(f"{len(requests) - len(completions)} of {len(requests)} sampled rows: half the budget was spent")
 
+    if scope.job_rows is not None:
+        budget = budget_for_job(budget, scope.job_rows / len(completions))
     say("timing steps")
     timer = EngineTimer(engine, [row.token_ids for row in rows], requests[0].sampling)
     lookup_seconds = _lookup_seconds(rows, scope.min_match_tokens)
@@ -107,6 +113,16 @@ def measure_profile(
         skipped=(*skipped, *untried),
         measuring_seconds=round(perf_counter() - budget.started_at, 1),
     )
+
+
+def budget_for_job(budget: Budget, job_over_sample: float) -> Budget:
+    """A share of what the job will take by the sample's decoding so far. Raises NotWorthMeasuring where timing the
+    steps would already be more."""
+    spent = budget.seconds - budget.left
+    seconds = min(budget.seconds, spent + _JOB_SHARE * spent * job_over_sample)
+    if seconds - spent < _LEAST_TIMING_SECONDS:
+        raise NotWorthMeasuring(f"the job will take about {spent * job_over_sample:.0f} s")
+    return replace(budget, seconds=seconds)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from batchspec.profile.acceptance import DecodedRow, replay_lookup
 from batchspec.profile.marginal import Decision, decide
 from batchspec.profile.options import any_class, class_options
-from batchspec.profile.policy import ANY_CLASS
+from batchspec.profile.policy import ANY_CLASS, StaticPolicy
 from batchspec.profile.records import Profile
 from batchspec.types import Method, Route, StepReport
 from batchspec.workload import label_of
@@ -75,6 +75,11 @@ class MeasuredPolicy:
 
     def route(self, request_class: str | None, occupancy: int) -> Route:
         return self._decision(label_of(request_class), occupancy).route
+
+    def frozen(self, occupancy: int) -> StaticPolicy:
+        """The routes at this many live rows, for ever: for rows whose text depends on their route."""
+        by_class = {label: decision.route for label, decision in self.decisions(occupancy).items()}
+        return StaticPolicy(by_class.pop(ANY_CLASS), by_class)
 
     def _decision(self, label: str, occupancy: int) -> Decision:
         decisions = self.decisions(occupancy, self._lost.get(label, frozenset()))

@@ -1,4 +1,4 @@
-"""What a profile's acceptance says of each class: how likely every position of a proposal is reached and accepted. Pure."""
+"""How likely each position of a proposal is reached and accepted, by class, as a profile's acceptance says. Pure."""
 
 from __future__ import annotations
 

@@ -74,7 +74,10 @@ def verdict(table: Sequence[Mapping[str, Decision]], counts: Sequence[int], labe
     most = max(map(len, speculating))
     upto = max(count for count, found in zip(counts, speculating, strict=True) if len(found) == most)
     last = max(count for count, found in zip(counts, speculating, strict=True) if found)
-    tail = f"up to {last} some do" if last < counts[-1] else f"at {last} still {len(speculating[-1])}"
+    if last == counts[-1]:
+        tail = f"at {last} still {len(speculating[-1])}"
+    else:
+        tail = f"above {last} none does" if last == upto else f"up to {last} some do, above that none"
     if most == len(labels) and upto == counts[-1]:
         return f"All {len(labels)} classes speculate, at every number of live rows up to {upto}."
     never = [label for label in labels if not any(label in found for found in speculating)]

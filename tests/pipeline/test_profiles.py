@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,8 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchspec.cli import main
-from batchspec.pipeline import measuring
+from batchspec.config import InputConfig, ProfileOptions, RouteConfig, RunConfig
+from batchspec.pipeline import auto, measuring
 from batchspec.pipeline.executors import local
+from batchspec.pipeline.measuring import make_profile, readable_rows
 from batchspec.report.frame import load_results
 from tests.tiny_jobs import PROMPTS, ThreadExecutor, save_tiny_model
 
@@ -34,21 +37,28 @@ def summary(output: str) -> dict[str, object]:
     return found
 
 
+def measure_here(config: RunConfig, path: Path, options: ProfileOptions) -> int:
+    """Measure whatever the job's length, in the test's process."""
+    make_profile(replace(config, routes=RouteConfig()), path, replace(options, job_rows=None), lambda line: None)
+    return 0
+
+
 def test_auto_measures_once_on_a_line_of_its_own(job: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_REPAYS", 4)
+    monkeypatch.setattr(auto, "_REPAYS", 4)
+    monkeypatch.setattr(auto, "_in_own_process", measure_here)
     assert main(["generate", *job, "-o", "plain", "--profile", "none"]) == 0
     assert main(["generate", *job, "-o", "out", "--profile", "auto"]) == 0
     assert Path("out", "_batchspec", "profile.json").is_file()
     lines = summary("out")["line_device_seconds"]
     assert isinstance(lines, dict)
-    assert lines["profile"] > 1
+    assert lines["profile"] > 0.1
     assert "profile" not in dict(summary("plain")["line_device_seconds"])  # type: ignore[call-overload]
     assert load_results("out")["output_text"].tolist() == load_results("plain")["output_text"].tolist()
     assert abs(float(str(summary("out")["unattributed_share"]))) < 0.01
     # the next attempt at the job follows what this one measured
     Path("out", "_SUCCESS").unlink()
     Path("out", "part-00000.parquet").unlink()
-    monkeypatch.setattr(measuring, "_in_own_process", lambda *_: pytest.fail("measured twice"))
+    monkeypatch.setattr(auto, "_in_own_process", lambda *_: pytest.fail("measured twice"))
     assert main(["generate", *job, "-o", "out", "--profile", "auto"]) == 0
 
 
@@ -58,11 +68,21 @@ def test_a_short_job_is_not_measured(job: list[str], capsys: pytest.CaptureFixtu
     assert not Path("out", "_batchspec", "profile.json").exists()
 
 
+def test_a_job_that_takes_no_time_is_not_measured_for(
+    job: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The measuring process itself finds that 48 rows of a tiny model are over before their steps are timed."""
+    monkeypatch.setattr(auto, "_REPAYS", 4)
+    assert main(["generate", *job, "-o", "out", "--profile", "auto"]) == 0
+    assert "too short to repay measuring" in capsys.readouterr().err
+    assert set(load_results("out")["method"]) == {"target_only"}
+
+
 def test_a_job_goes_on_target_only_where_measuring_fails(
     job: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measuring, "_REPAYS", 4)
-    monkeypatch.setattr(measuring, "_in_own_process", lambda *_: 1)
+    monkeypatch.setattr(auto, "_REPAYS", 4)
+    monkeypatch.setattr(auto, "_in_own_process", lambda *_: 1)
     assert main(["generate", *job, "-o", "out", "--profile", "auto"]) == 0
     assert "measuring a profile failed" in capsys.readouterr().err
     assert set(load_results("out")["method"]) == {"target_only"}
@@ -97,6 +117,11 @@ def test_a_fresh_profile_is_kept_with_if_stale(job: list[str], capsys: pytest.Ca
     assert main([*command, "--trace", "t.json", "--trace-cell", "target-only:0:2"]) == 0
     assert "still fits: nothing measured" in capsys.readouterr().err
     assert Path("p.json").read_bytes() == before
+    assert main([*command, "--max-batch", "8"]) == 0
+    assert "still fits" not in capsys.readouterr().err
+    Path("p.json").write_text("{}")
+    assert main(command) == 0
+    assert Path("p.json").read_text() != "{}"
 
 
 def test_a_trace_and_an_image_are_written(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +142,11 @@ def test_a_trace_and_an_image_are_written(job: list[str], capsys: pytest.Capture
         (["--trace", "t", "--trace-cell", "guess:4:4"], "give METHOD:K:LIVE_ROWS"),
         (["--trace", "t", "--trace-cell", "prompt-lookup:99:4"], "give METHOD:K:LIVE_ROWS"),
         (["--trace", "t", "--trace-cell", "prompt-lookup:4:0"], "give METHOD:K:LIVE_ROWS"),
+        (["--trace", "t"], "8 live rows are more than --max-batch 4"),
+        (["--trace", "t", "--trace-cell", "draft-model:4:2"], "draft_model needs --draft-model"),
+        (["--trace", "t", "--trace-cell", "prompt-lookup:4:2:none"], "no row of class none"),
+        (["--trace", "no/such/t"], "--trace no/such/t: its folder does not exist"),
+        (["--draft-device", "cpu"], "--draft-device needs --draft-model"),
         (["--max-depth", "0"], "max-depth"),
         (["--engine", "fake"], "measures --engine torch"),
     ],
@@ -139,3 +169,33 @@ def test_an_image_of_an_unknown_kind_is_refused(job: list[str], capsys: pytest.C
     assert main(["profile", *job, "-o", "p.json", "--sample-rows", "4"]) == 0
     assert main(["profile", "show", "p.json", "--image", "curves.txt"]) == 2
     assert ".png, .svg, .pdf" in capsys.readouterr().err
+
+
+def test_under_the_rejection_rule_the_route_is_the_classs_for_ever(job: list[str]) -> None:
+    """The text depends on the route there: neither the batch nor another profile may change it unseen."""
+    rejection = [*job, "--acceptance-rule", "rejection", "--temperature", "1"]
+    assert main(["profile", *rejection, "-o", "p.json", "--sample-rows", "8"]) == 0
+    run = ["generate", *rejection, "--profile", "p.json"]
+    assert main([*run, "-o", "a"]) == 0
+    assert main([*run, "-o", "b", "--max-batch", "1"]) == 0
+    assert load_results("a")["output_text"].tolist() == load_results("b")["output_text"].tolist()
+    assert load_results("a")["num_route_changes"].max() == 0
+    changed = json.loads(Path("p.json").read_text())
+    Path("p.json").write_text(json.dumps({**changed, "created_at": "2026-01-01T00:00:00+00:00"}))
+    assert main([*run, "-o", "a", "--retry-errors"]) == 2
+    assert main([*run, "-o", "c", "--holdout", "0.1"]) == 2
+    assert main(["generate", *rejection, "-o", "d", "--profile", "auto"]) == 2
+
+
+def test_a_long_input_is_sampled_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_MOST_ROWS_READ", 200)
+    monkeypatch.setattr(measuring, "_WINDOW_ROWS", 10)
+    for number in range(3):
+        classes = [f"c{number}"] * 400
+        table = pa.table({"prompt": [f"{i}" for i in range(400)], "request_class": classes})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    rows = readable_rows(RunConfig(input=InputConfig(inputs=(str(tmp_path),))))
+    assert len(rows) == 200
+    assert [sum(row.request_class == f"c{n}" for row in rows) for n in range(3)] == [70, 70, 60]
+    assert len({row.row_index for row in rows}) == 200
+    assert all(row.prompt == str(row.row_index % 400) for row in rows)

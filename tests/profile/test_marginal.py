@@ -10,13 +10,13 @@ import pytest
 
 from batchspec.errors import MismatchError, UsageError
 from batchspec.profile.acceptance import DecodedRow, replay_draft, replay_lookup
-from batchspec.profile.marginal import decide
+from batchspec.profile.marginal import Decision, decide
 from batchspec.profile.measured import WINDOW_TOKENS, MeasuredPolicy
 from batchspec.profile.options import ClassOptions, Option, class_options
 from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.predict import predict_seconds
 from batchspec.profile.records import AcceptanceCell, ClassSample, Curve, Profile, StepCost
-from batchspec.profile.show import format_profile
+from batchspec.profile.show import format_profile, verdict
 from batchspec.profile.store import fingerprint_differences, load_profile, refuse_stale_profile, save_profile
 from batchspec.types import Method, Route, StepReport
 
@@ -237,9 +237,19 @@ def test_predictions_follow_acceptance_and_load() -> None:
     assert predict_seconds(profile_of(), rows, always(Method.TARGET_ONLY), 18) < plain / 5
 
 
+def decided(speculates: bool, occupancy: int) -> Decision:
+    route = Route(Method.PROMPT_LOOKUP, 4) if speculates else Route(Method.TARGET_ONLY)
+    return Decision("c", occupancy, route, 0.5, 0.6, 1.0)
+
+
 def test_the_verdict_comes_first() -> None:
     shown = format_profile(profile_of(), LOOKUP)
     assert shown.startswith("2 of 2 classes speculate up to 1 live rows; at 32 still 1.")
     assert max(map(len, shown.splitlines())) <= 100
+    table = [{"a": decided(k > n, n), "b": decided(False, n)} for n in (1, 2, 4) for k in (3,)]
+    assert (
+        verdict(table, [1, 2, 4], ["a", "b"])
+        == "1 of 2 classes speculate up to 2 live rows; above 2 none does; never: b."
+    )
     hopeless = profile_of(acceptance=(profile_of().acceptance[1],))
     assert format_profile(hopeless, LOOKUP).startswith("Do not speculate here")
