@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from hashlib import blake2b
+from itertools import takewhile
 
 import numpy as np
 
@@ -53,6 +54,13 @@ class PrefixCache:
             sequence.num_computed += self.grain
             sequence.num_cached_tokens += 0 if sequence.was_preempted else self.grain
         return True
+
+    def known_tokens(self, sequence: Sequence) -> int:
+        """Prompt tokens ahead of the row that it need not compute: they are in the cache already, counted once."""
+        if self._next_chunk(sequence) is None:
+            return 0
+        ahead = self._digests(sequence)[sequence.num_computed // self.grain :]
+        return self.grain * sum(1 for _ in takewhile(self._chunks.__contains__, ahead))
 
     def announce(self, sequence: Sequence, end: int) -> None:
         """The row computes its prompt up to `end` in this step."""

@@ -60,10 +60,10 @@ class Scheduler:
         return not self.live or self._kv.num_free_blocks >= growing
 
     def _expected_growth(self, sequence: Sequence) -> int:
-        """Tokens that the row will still add to the cache: what is not computed yet, and the mean answer's rest."""
+        """Tokens that the row will still add to the cache: what nobody has computed yet, and the mean answer's rest."""
         mean_output_tokens = self._sum_output_tokens // self._num_finished
         rest = min(sequence.remaining_budget, max(1, mean_output_tokens - sequence.num_output_tokens))
-        return len(sequence.token_ids) - sequence.num_computed + rest
+        return len(sequence.token_ids) - sequence.num_computed - self.prefixes.known_tokens(sequence) + rest
 
     def admit(self, sequence: Sequence) -> None:
         sequence.slot = self._kv.acquire_slot()

@@ -105,3 +105,16 @@ def test_rows_of_one_prefix_and_other_sampling_keep_their_own_tokens() -> None:
     apart = run(make_engine(module, max_batch=2, chunk=32, num_blocks=200, shares_prefixes=False), rows)
     for index in range(len(rows)):
         assert shared[index].token_ids == apart[index].token_ids  # type: ignore[union-attr]
+
+
+def test_shared_kv_is_counted_once_so_that_more_rows_fit() -> None:
+    """Twelve blocks: three prompts of three blocks each with their answers, or eight that share theirs."""
+    prompts = ["p" * 96 + str(index) for index in range(8)]
+    live = {}
+    for shares in (True, False):
+        engine = make_engine(build_module("llama"), max_batch=8, chunk=32, num_blocks=13, shares_prefixes=shares)
+        run(engine, requests_for([prompts[0]], max_new_tokens=4))
+        outcomes = run(engine, requests_for(prompts, max_new_tokens=20))
+        live[shares] = max(o.mean_live_sequences for o in outcomes.values() if isinstance(o, Completion))
+        assert engine.parts.scheduler.num_preemptions == 0
+    assert live[True] > 1.5 * live[False]
