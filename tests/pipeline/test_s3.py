@@ -119,14 +119,15 @@ def test_kills_on_s3_lose_no_row_and_repeat_at_most_a_flush_interval(
         run = start_cli(
             "generate", path, "-o", output, *options, "--workers", str(workers), "--shard-rows", "100", **counting
         )
-        target = chance.choice([t for t in TARGETS if t != "worker"] if num_kills == 1 else TARGETS)
-        started = time.monotonic()
-        delay = chance.uniform(2.0, FLUSH_SECONDS + 1)
+        kill_at = time.monotonic() + chance.uniform(2.0, FLUSH_SECONDS + 1)
         while kills < num_kills and run.poll() is None:
-            if time.monotonic() - started > delay and worker_pids(run.pid):
+            if time.monotonic() > kill_at and worker_pids(run.pid):
+                target = chance.choice([t for t in TARGETS if t != "worker"] if num_kills == 1 else TARGETS)
                 kills += kill(run, target)
-                num_interrupted += target == "worker"
-                break
+                if target != "worker":  # which the run survives
+                    break
+                num_interrupted += 1
+                kill_at = time.monotonic() + chance.uniform(2.0, FLUSH_SECONDS + 1)
             time.sleep(0.01)
         _, stderr = run.communicate(timeout=120)
         if run.returncode == 0:
