@@ -87,9 +87,9 @@ def make_profile(config: RunConfig, path: Path, options: ProfileOptions, say: Sa
     methods = _known_methods(parse_methods(options.methods), config)
     scope = Scope(methods, options.max_depth, config.routes.min_match_tokens, options.budget, options.job_rows)
     cell = parse_trace_cell(options.trace_cell, scope.min_match_tokens) if options.trace else None
-    for name, file in (("-o", str(path)), ("--trace", options.trace)):
-        if file is not None and not Path(file).expanduser().absolute().parent.is_dir():
-            raise UsageError(f"{name} {file}: its folder does not exist")
+    _make_folder("-o", path)
+    if options.trace:
+        _make_folder("--trace", Path(options.trace).expanduser().absolute())
     fingerprint = run_fingerprint(config)
     if options.if_stale and _is_fresh(path, fingerprint, config):
         say(f"{path} still fits: nothing measured")
@@ -117,6 +117,14 @@ def make_profile(config: RunConfig, path: Path, options: ProfileOptions, say: Sa
     finally:
         engine.close()
     return profile
+
+
+def _make_folder(option: str, file: Path) -> None:
+    """Make the folder of a file that will be written after minutes of work. Raises UsageError where it cannot be."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option} {file}: its folder cannot be made: {error.strerror}") from error
 
 
 def _is_fresh(path: Path, fingerprint: Mapping[str, str], config: RunConfig) -> bool:

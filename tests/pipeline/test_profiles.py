@@ -110,8 +110,9 @@ def test_a_profile_from_the_cache_is_followed_unless_a_method_is_asked_for(
 
 
 def test_a_fresh_profile_is_kept_with_if_stale(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["profile", *job, "-o", "p.json", "--sample-rows", "4", "--if-stale", "--methods", "prompt-lookup"]
+    command = ["profile", *job, "-o", "new/p.json", "--sample-rows", "4", "--if-stale", "--methods", "prompt-lookup"]
     assert main(command) == 0
+    Path("p.json").symlink_to("new/p.json")
     before = Path("p.json").read_bytes()
     capsys.readouterr()
     assert main([*command, "--trace", "t.json", "--trace-cell", "target-only:0:2"]) == 0
@@ -145,7 +146,7 @@ def test_a_trace_and_an_image_are_written(job: list[str], capsys: pytest.Capture
         (["--trace", "t"], "8 live rows are more than --max-batch 4"),
         (["--trace", "t", "--trace-cell", "draft-model:4:2"], "draft_model needs --draft-model"),
         (["--trace", "t", "--trace-cell", "prompt-lookup:4:2:none"], "no row of class none"),
-        (["--trace", "no/such/t"], "--trace no/such/t: its folder does not exist"),
+        (["--trace", "in.parquet/t"], "in.parquet/t: its folder cannot be made"),
         (["--draft-device", "cpu"], "--draft-device needs --draft-model"),
         (["--max-depth", "0"], "max-depth"),
         (["--engine", "fake"], "measures --engine torch"),
