@@ -80,7 +80,7 @@ class TorchEngine:
             yield from outcomes
 
     def close(self) -> None:
-        """Give up the rows in flight."""
+        """Give up the rows in flight and the prompts that were kept: what comes next meets a cold cache."""
         self.parts.scheduler.clear()
 
     def _step(self, source: RequestSource, policy: RoutePolicy) -> tuple[list[Outcome], bool]:

@@ -86,6 +86,11 @@ class PrefixCache:
         for digest in idle[: max(0, len(idle) - num_kept)]:
             self._forget(digest)
 
+    def clear(self) -> None:
+        """Let go of every chunk; live rows keep theirs."""
+        for digest in list(self._chunks):
+            self._forget(digest)
+
     def reclaim(self) -> bool:
         """Free the blocks of one chunk that no live row has. False where there is none."""
         digest = next((digest for digest in self._chunks if self._is_idle(digest)), None)

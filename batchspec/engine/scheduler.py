@@ -43,7 +43,8 @@ class Scheduler:
         self._num_finished = _PRIOR_ROWS
 
     def clear(self) -> None:
-        """Forget all rows, live and waiting."""
+        """Forget all rows, live and waiting, and every prompt that was kept."""
+        self.prefixes.clear()
         for sequence in self.live:
             self._kv.release_slot(sequence.slot)
         self.live.clear()

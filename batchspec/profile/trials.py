@@ -41,6 +41,7 @@ def run_trials(
         if expected * 1.5 > budget.left:
             return tuple(trials), (f"trial of {setting}: {expected:.0f} s do not fit into what is left",)
         say(f"trial: {setting} at batch {batch}")
+        engine.close()  # or the second run would find the prompts of the first
         started, tokens = perf_counter(), 0
         for outcome in engine.run(ListSource(requests), policy):
             tokens += outcome.output_tokens if isinstance(outcome, Completion) else 0

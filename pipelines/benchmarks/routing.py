@@ -89,6 +89,7 @@ def main() -> int:
         for repeat in range(args.repeats):
             order = list(policies(args, batch).items())
             for setting, policy in order if repeat % 2 == 0 else reversed(order):
+                engine.close()  # prompts are computed anew in every run
                 started = time.perf_counter()
                 done = [o for o in engine.run(ListSource(requests), policy) if isinstance(o, Completion)]
                 took = time.perf_counter() - started

@@ -42,6 +42,7 @@ LONG_ANSWER_TOKENS = 1500
 
 
 def decode(engine: Engine, rows: Sequence[Request], policy: RoutePolicy) -> tuple[float, list[Completion]]:
+    engine.close()  # prompts are computed anew in every run
     started = time.perf_counter()
     done = [o for o in engine.run(ListSource(rows), policy) if isinstance(o, Completion)]
     return time.perf_counter() - started, sorted(done, key=lambda o: o.row_index)

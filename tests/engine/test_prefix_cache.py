@@ -118,3 +118,12 @@ def test_shared_kv_is_counted_once_so_that_more_rows_fit() -> None:
         live[shares] = max(o.mean_live_sequences for o in outcomes.values() if isinstance(o, Completion))
         assert engine.parts.scheduler.num_preemptions == 0
     assert live[True] > 1.5 * live[False]
+
+
+def test_a_closed_engine_meets_its_next_rows_with_a_cold_cache() -> None:
+    engine = make_engine(build_module("llama"), max_batch=2, chunk=32, num_blocks=1 + 32 * 8)
+    assert run(engine, requests_for(PROMPTS[:1], max_new_tokens=2))[0].cached_input_tokens == 0  # type: ignore[union-attr]
+    assert run(engine, requests_for(PROMPTS[:1], max_new_tokens=2))[0].cached_input_tokens == 96  # type: ignore[union-attr]
+    engine.close()
+    engine.parts.kv.check_integrity()
+    assert run(engine, requests_for(PROMPTS[:1], max_new_tokens=2))[0].cached_input_tokens == 0  # type: ignore[union-attr]
