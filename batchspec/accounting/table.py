@@ -93,8 +93,7 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
         kinds = ", ".join(f"{printable(kind)} {count:,}" for kind, count in summary["error_types"].items())
         notes.append(f"Error rows: {kinds}.")
     if summary["peak_memory_bytes"] is not None:
-        waited = f"; {summary['num_preemptions']:,} times a row gave its KV cache back" * bool(
-            summary["num_preemptions"]
-        )
+        count = summary["num_preemptions"]
+        waited = f"; {count:,} times a row gave its KV cache back" if count else ""
         notes.append(f"Memory: a worker held up to {summary['peak_memory_bytes'] / 2**30:.1f} GiB{waited}.")
     return [*notes, *(f"Route: {event}." for event in summary["route_events"])]

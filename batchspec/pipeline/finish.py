@@ -26,7 +26,6 @@ from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.predict import predicted_tokens_per_step
 from batchspec.profile.store import parse_profile
 from batchspec.types import Method
-from batchspec.workload import label_of
 
 
 def check_complete(store: Store, manifest: Manifest) -> None:
@@ -97,10 +96,7 @@ def _predicted(rows: RowTotals, store: Store) -> dict[str, float]:
     profile = parse_profile(content, store.root)
     methods = frozenset(Method(cell.method) for cell in profile.acceptance)
     policy = MeasuredPolicy(profile, methods, profile.max_batch)
-    return {
-        label: predicted_tokens_per_step(profile, label_of(label), policy.route(label, round(live)))
-        for label in rows.by_class()
-    }
+    return predicted_tokens_per_step(profile, {label: policy.route(label, round(live)) for label in rows.by_class()})
 
 
 def _spent(attempts: Sequence[Attempt]) -> Spent:

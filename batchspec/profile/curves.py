@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from batchspec.profile.measured import MeasuredPolicy
-from batchspec.profile.predict import throughput
+from batchspec.profile.predict import mean_options, throughput
 from batchspec.profile.records import Profile
 from batchspec.types import Method, Route
+
+RouteOf = Callable[[str, int], Route]
+Mix = Callable[[int, RouteOf], tuple[float, float]]
 
 _DEPTHS = (1, 2, 3, 4, 6, 8)
 _STATIC_DEPTH = 4
@@ -51,10 +55,11 @@ def occupancies(max_batch: int) -> list[int]:
 
 
 def depth_curves(profile: Profile, methods: frozenset[Method], live_rows: Sequence[int]) -> list[DepthCurve]:
+    mix = _mix_of(profile)
     curves = []
     for method in sorted(methods):
-        found = {n: [_against_plain(profile, n, _static(method, k)) for k in _DEPTHS] for n in live_rows}
-        tokens = [throughput(profile, live_rows[0], _static(method, k))[0] for k in _DEPTHS]
+        found = {n: [_against_plain(mix, n, _static(method, k)) for k in _DEPTHS] for n in live_rows}
+        tokens = [mix(live_rows[0], _static(method, k))[0] for k in _DEPTHS]
         curves.append(DepthCurve(method, _DEPTHS, tuple(tokens), {n: tuple(ratios) for n, ratios in found.items()}))
     return curves
 
@@ -62,20 +67,24 @@ def depth_curves(profile: Profile, methods: frozenset[Method], live_rows: Sequen
 def occupancy_curves(profile: Profile, methods: frozenset[Method]) -> list[OccupancyCurve]:
     """Routed by the profile first, then every method with a usual draft length for all."""
     counts = occupancies(profile.max_batch)
-    policy = MeasuredPolicy(profile, methods, profile.max_batch)
-    settings: list[tuple[str, Callable[[str, int], Route]]] = [("routed", policy.route)]
+    mix, policy = _mix_of(profile), MeasuredPolicy(profile, methods, profile.max_batch)
+    settings: list[tuple[str, RouteOf]] = [("routed", policy.route)]
     settings += [(f"{m.value} k={_STATIC_DEPTH}", _static(m, _STATIC_DEPTH)) for m in sorted(methods)]
     return [
-        OccupancyCurve(name, tuple(counts), tuple(_against_plain(profile, n, route_of) for n in counts))
+        OccupancyCurve(name, tuple(counts), tuple(_against_plain(mix, n, route_of) for n in counts))
         for name, route_of in settings
     ]
 
 
-def _against_plain(profile: Profile, live_rows: int, route_of: Callable[[str, int], Route]) -> float:
-    plain = throughput(profile, live_rows, _static(Method.TARGET_ONLY, 0))[1]
-    return throughput(profile, live_rows, route_of)[1] / plain
+def _mix_of(profile: Profile) -> Mix:
+    """Tokens per row and step, and tokens per second, of the profile's mix, by live rows and routes."""
+    return partial(throughput, profile.step_cost, mean_options(profile))
 
 
-def _static(method: Method, depth: int) -> Callable[[str, int], Route]:
+def _against_plain(mix: Mix, live_rows: int, route_of: RouteOf) -> float:
+    return mix(live_rows, route_of)[1] / mix(live_rows, _static(Method.TARGET_ONLY, 0))[1]
+
+
+def _static(method: Method, depth: int) -> RouteOf:
     route = Route(method, depth)
     return lambda request_class, occupancy: route

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from batchspec.config import MAX_SPECULATIVE_TOKENS
@@ -11,6 +11,7 @@ from batchspec.profile.options import ClassOptions, Option, any_class, class_opt
 from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.records import ClassSample, Profile, StepCost
 from batchspec.types import Method, Route
+from batchspec.workload import label_of
 
 # Steps are skipped over in one go while the live set does not change, but no further than this.
 _MOST_STEPS_AT_ONCE = 16
@@ -39,10 +40,11 @@ def mean_options(profile: Profile) -> tuple[ClassOptions, ...]:
     return (*class_options(profile, doubt=0.0), any_class(profile, doubt=0.0))
 
 
-def predicted_tokens_per_step(profile: Profile, label: str, route: Route) -> float:
-    """Tokens per row and target step that the profile expects of a class on a route."""
+def predicted_tokens_per_step(profile: Profile, routes: Mapping[str, Route]) -> dict[str, float]:
+    """Tokens per row and target step that the profile expects of each class on its route."""
     options = {c.request_class: c for c in mean_options(profile)}
-    return expected_step(options.get(label, options[ANY_CLASS]), route).tokens
+    of_label = {label: options.get(label_of(label), options[ANY_CLASS]) for label in routes}
+    return {label: expected_step(of_label[label], route).tokens for label, route in routes.items()}
 
 
 def expected_step(c: ClassOptions, route: Route) -> Step:
@@ -70,14 +72,16 @@ def step_seconds(cost: StepCost, rows: Sequence[tuple[float, Step]], context_tok
     return seconds
 
 
-def throughput(profile: Profile, occupancy: int, route_of: Callable[[str, int], Route]) -> tuple[float, float]:
-    """Tokens per row and step, and decode tokens per second, of the profile's own mix at this many live rows."""
-    options = [c for c in mean_options(profile) if c.weight > 0]
+def throughput(
+    cost: StepCost, classes: Sequence[ClassOptions], occupancy: int, route_of: Callable[[str, int], Route]
+) -> tuple[float, float]:
+    """Tokens per row and step, and decode tokens per second, of these classes' own mix at this many live rows."""
+    options = [c for c in classes if c.weight > 0]
     whole = sum(c.weight for c in options)
     rows = [(occupancy * c.weight / whole, expected_step(c, route_of(c.request_class, occupancy))) for c in options]
     context = sum(c.weight * c.context_tokens for c in options) / whole
     tokens = sum(count * step.tokens for count, step in rows)
-    return tokens / occupancy, tokens / step_seconds(profile.step_cost, rows, context)
+    return tokens / occupancy, tokens / step_seconds(cost, rows, context)
 
 
 def _depth(option: Option, route: Route) -> int:

@@ -19,6 +19,13 @@ PREFIX = "You are a careful clerk. Answer in one word, and never in two; if in d
 PROMPTS = [PREFIX + tail for tail in ("abc", "what is this?", "z", "abc", "one more line of it")]
 
 
+def answers(engine: TorchEngine, requests: Sequence[Request], route: FixedRoute | None = None) -> list[Completion]:
+    """The rows' completions in order; none of them failed."""
+    outcomes = run(engine, requests, route)
+    found = [outcomes[request.row_index] for request in requests]
+    return [outcome for outcome in found if isinstance(outcome, Completion) or pytest.fail(str(outcome))]
+
+
 def fed_tokens(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(first position, tokens) of every prefill segment that the engine feeds from now on."""
     fed: list[tuple[int, int]] = []
@@ -40,22 +47,21 @@ def test_a_shared_prefix_is_computed_once_and_changes_no_token(
     module = build_module(architecture)
     engine = make_engine(module, max_batch=max_batch, chunk=32, num_blocks=200)
     fed = fed_tokens(engine, monkeypatch)
-    outcomes = run(engine, requests_for(PROMPTS, max_new_tokens=12), FixedRoute(Method.PROMPT_LOOKUP, 3))
+    outcomes = answers(engine, requests_for(PROMPTS, max_new_tokens=12), FixedRoute(Method.PROMPT_LOOKUP, 3))
     for index, prompt in enumerate(PROMPTS):
         ids = ids_of(prompt)
         outcome = outcomes[index]
-        assert isinstance(outcome, Completion)
         assert list(outcome.token_ids) == generate(module, ids, 12)
         assert outcome.cached_input_tokens == (96 if index else 0)
     assert sum(first == 0 for first, _ in fed) == 1
-    assert sum(count for _, count in fed) == sum(o.input_tokens - o.cached_input_tokens for o in outcomes.values())  # type: ignore[union-attr, misc]
+    assert sum(count for _, count in fed) == sum(o.input_tokens - o.cached_input_tokens for o in outcomes)
 
 
 def test_reuse_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(build_module("llama"), chunk=32, num_blocks=200, shares_prefixes=False)
     fed = fed_tokens(engine, monkeypatch)
-    outcomes = run(engine, requests_for(PROMPTS, max_new_tokens=4))
-    assert all(isinstance(o, Completion) and o.cached_input_tokens == 0 for o in outcomes.values())
+    outcomes = answers(engine, requests_for(PROMPTS, max_new_tokens=4))
+    assert all(o.cached_input_tokens == 0 for o in outcomes)
     assert sum(first == 0 for first, _ in fed) == len(PROMPTS)
 
 
@@ -64,14 +70,13 @@ def test_the_last_prompt_token_is_always_computed() -> None:
     module = build_module("llama")
     prompts = ["x" * 63, "x" * 63, "x" * 64, "x" * 95]
     engine = make_engine(module, max_batch=1, chunk=32, num_blocks=200)
-    outcomes = run(engine, requests_for(prompts, max_new_tokens=6))
+    outcomes = answers(engine, requests_for(prompts, max_new_tokens=6))
     for index, prompt in enumerate(prompts):
         ids = ids_of(prompt)
         outcome = outcomes[index]
-        assert isinstance(outcome, Completion)
         assert list(outcome.token_ids) == generate(module, ids, 6)
         assert outcome.cached_input_tokens <= len(ids) - 1
-    assert outcomes[1].cached_input_tokens == 32  # type: ignore[union-attr]
+    assert outcomes[1].cached_input_tokens == 32
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
@@ -81,11 +86,10 @@ def test_small_caches_evict_and_preempt_to_the_same_tokens(seed: int) -> None:
     starts = ["a" * 70, "b" * 100, "the same beginning of many a row, long enough to be shared by them"]
     prompts = [chooser.choice(starts) + "".join(chooser.choices("xyz", k=chooser.randint(1, 40))) for _ in range(8)]
     engine = make_engine(module, max_batch=chooser.randint(2, 6), chunk=chooser.choice([8, 32]), num_blocks=12)
-    outcomes = run(engine, requests_for(prompts, max_new_tokens=150), FixedRoute(Method.PROMPT_LOOKUP, 4, 1))
+    outcomes = answers(engine, requests_for(prompts, max_new_tokens=150), FixedRoute(Method.PROMPT_LOOKUP, 4, 1))
     for index, prompt in enumerate(prompts):
         ids = ids_of(prompt)
         outcome = outcomes[index]
-        assert isinstance(outcome, Completion)
         assert list(outcome.token_ids) == generate(module, ids, 150)
     assert engine.parts.scheduler.num_preemptions > 0
 
@@ -101,10 +105,10 @@ def test_rows_of_one_prefix_and_other_sampling_keep_their_own_tokens() -> None:
     module = build_module("llama")
     sampling = [SamplingParams(max_new_tokens=10, temperature=t, seed=s) for t, s in ((0, 0), (1, 1), (1, 2), (0.5, 3))]
     rows = [Request(i, prompt=PREFIX + "q", sampling=s) for i, s in enumerate(sampling)]
-    shared = run(make_engine(module, max_batch=2, chunk=32, num_blocks=200), rows)
-    apart = run(make_engine(module, max_batch=2, chunk=32, num_blocks=200, shares_prefixes=False), rows)
+    shared = answers(make_engine(module, max_batch=2, chunk=32, num_blocks=200), rows)
+    apart = answers(make_engine(module, max_batch=2, chunk=32, num_blocks=200, shares_prefixes=False), rows)
     for index in range(len(rows)):
-        assert shared[index].token_ids == apart[index].token_ids  # type: ignore[union-attr]
+        assert shared[index].token_ids == apart[index].token_ids
 
 
 def test_shared_kv_is_counted_once_so_that_more_rows_fit() -> None:
@@ -114,16 +118,16 @@ def test_shared_kv_is_counted_once_so_that_more_rows_fit() -> None:
     for shares in (True, False):
         engine = make_engine(build_module("llama"), max_batch=8, chunk=32, num_blocks=13, shares_prefixes=shares)
         run(engine, requests_for([prompts[0]], max_new_tokens=4))
-        outcomes = run(engine, requests_for(prompts, max_new_tokens=20))
-        live[shares] = max(o.mean_live_sequences for o in outcomes.values() if isinstance(o, Completion))
+        outcomes = answers(engine, requests_for(prompts, max_new_tokens=20))
+        live[shares] = max(o.mean_live_sequences for o in outcomes)
         assert engine.parts.scheduler.num_preemptions == 0
     assert live[True] > 1.5 * live[False]
 
 
 def test_a_closed_engine_meets_its_next_rows_with_a_cold_cache() -> None:
     engine = make_engine(build_module("llama"), max_batch=2, chunk=32, num_blocks=1 + 32 * 8)
-    assert run(engine, requests_for(PROMPTS[:1], max_new_tokens=2))[0].cached_input_tokens == 0  # type: ignore[union-attr]
-    assert run(engine, requests_for(PROMPTS[:1], max_new_tokens=2))[0].cached_input_tokens == 96  # type: ignore[union-attr]
+    assert answers(engine, requests_for(PROMPTS[:1], max_new_tokens=2))[0].cached_input_tokens == 0
+    assert answers(engine, requests_for(PROMPTS[:1], max_new_tokens=2))[0].cached_input_tokens == 96
     engine.close()
     engine.parts.kv.check_integrity()
-    assert run(engine, requests_for(PROMPTS[:1], max_new_tokens=2))[0].cached_input_tokens == 0  # type: ignore[union-attr]
+    assert answers(engine, requests_for(PROMPTS[:1], max_new_tokens=2))[0].cached_input_tokens == 0
