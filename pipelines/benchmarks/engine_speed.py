@@ -76,7 +76,9 @@ def measure(
     runs: dict[str, list[dict[str, Any]]] = {}
     least = 0.0
     for _ in range(args.repeats):
-        settings = {"batchspec": True} | ({"batchspec, reuse off": False} if workload.name == "shared-prefix" else {})
+        settings = {"batchspec": True}
+        if workload.name == "shared-prefix-100":
+            settings["batchspec, reuse off"] = False
         for name, shares in settings.items():
             figures, engine, done = run_ours(workload, path, args, shares)
             runs.setdefault(name, []).append(figures)

@@ -32,6 +32,7 @@ WORKLOADS = {
     "batch-1": Workload("batch-1", 1, 128, stride=6),
     "long-prompts": Workload("long-prompts", 16, 64),
     "shared-prefix": Workload("shared-prefix", 32, 32),
+    "shared-prefix-100": Workload("shared-prefix-100", 32, 32),  # short enough to run with reuse off, too
     "tiny-rows": Workload("tiny-rows", 32, 8),
 }
 
@@ -41,6 +42,7 @@ def write_workload(workload: Workload, real_prompts: str, tokenizer: Any, folder
     texts = {
         "long-prompts": lambda: [text_of(tokenizer, 3900, seed) for seed in range(16)],
         "shared-prefix": lambda: shared_prefix(tokenizer, 1000),
+        "shared-prefix-100": lambda: shared_prefix(tokenizer, 100),
         "tiny-rows": lambda: [text_of(tokenizer, 10, seed) for seed in range(10_000)],
     }
     path = folder / f"{workload.name}.parquet"
