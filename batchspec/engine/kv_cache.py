@@ -3,13 +3,14 @@ tokens several sequences have in common are in several tables."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from batchspec.engine import memory
 
 BLOCK_TOKENS = 32
 
@@ -137,10 +138,7 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros, because a masked key still meets a zero weight, and 0 x NaN is NaN. On CPU untouched until used (torch's
     own zeros write every page), so that a cache sized for the longest rows costs the memory of the rows that come."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    return memory.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def blocks_for(num_tokens: int) -> int:

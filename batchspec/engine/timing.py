@@ -17,6 +17,8 @@ from batchspec.engine.packed import Segment
 from batchspec.engine.sampling import SampledRow, Sampler
 from batchspec.types import Method, SamplingParams
 
+_MOST_ROUNDS = 5
+
 # (sequences, positions per sequence, tokens of context before them, prefill)
 Shape = tuple[int, int, int, bool]
 
@@ -46,23 +48,29 @@ class EngineTimer:
         assert self.draft is not None
         return self.draft.context_tokens - 2 * BLOCK_TOKENS
 
-    def target_seconds(self, shapes: Sequence[Shape], repeats: int) -> dict[Shape, float]:
-        """Median seconds per shape of a target forward and the choice of its tokens, repeats interleaved."""
-        return self._seconds(self._target, self._kv, shapes, repeats)
+    def target_seconds(self, shapes: Sequence[Shape], limit_seconds: float) -> dict[Shape, float]:
+        """Median seconds per shape of a target forward and the choice of its tokens, rounds interleaved: as many as
+        fit into the limit, one at least and `_MOST_ROUNDS` at most."""
+        return self._seconds(self._target, self._kv, shapes, limit_seconds)
 
-    def draft_seconds(self, shapes: Sequence[Shape], repeats: int) -> dict[Shape, float]:
+    def draft_seconds(self, shapes: Sequence[Shape], limit_seconds: float) -> dict[Shape, float]:
+        """The same of the draft model."""
         assert self.draft is not None
         assert self._draft_kv is not None
-        return self._seconds(self.draft, self._draft_kv, shapes, repeats)
+        return self._seconds(self.draft, self._draft_kv, shapes, limit_seconds)
 
-    def _seconds(self, model: PackedModel, kv: KVCache, shapes: Sequence[Shape], repeats: int) -> dict[Shape, float]:
-        samples: dict[Shape, list[float]] = {shape: [] for shape in shapes}
-        for repeat in range(repeats + 1):  # the first round warms up
-            for shape in shapes if repeat % 2 else reversed(shapes):
-                seconds = self._one(model, kv, shape)
-                if repeat:
-                    samples[shape].append(seconds)
-        return {shape: median(found) for shape, found in samples.items()}
+    def _seconds(
+        self, model: PackedModel, kv: KVCache, shapes: Sequence[Shape], limit_seconds: float
+    ) -> dict[Shape, float]:
+        started, rounds = perf_counter(), list[dict[Shape, float]]()
+        while len(rounds) <= _MOST_ROUNDS:
+            for_another = (perf_counter() - started) / len(rounds) if rounds else 0.0
+            if perf_counter() - started + for_another > limit_seconds and rounds:
+                break
+            order = shapes if len(rounds) % 2 else reversed(shapes)
+            rounds.append({shape: self._one(model, kv, shape) for shape in order})
+        warm = rounds[1:] or rounds  # the first one warms up
+        return {shape: median(found[shape] for found in warm) for shape in shapes}
 
     def _one(self, model: PackedModel, kv: KVCache, shape: Shape) -> float:
         num_sequences, num_positions, context, prefill = shape

@@ -128,7 +128,7 @@ static void attend_tile(const Attention *at, const Step *step, const Unit *unit,
                 if (i + 2 < tiles) prefetch(keys[i + 2], words(is_bf16, LANES * dim));
                 prefetch(values[i], words(is_bf16, LANES * dim));
             }
-        Columns columns = {keys + t, 1, words(is_bf16, dim), words(is_bf16, dim), keys[t + 1] - keys[t], LANES};
+        Columns columns = {keys + t, 1, words(is_bf16, dim), words(is_bf16, dim), keys[t + 1] - keys[t], LANES, (const char *)keys[t], 0};
         TILES[is_bf16][rows - 1](queries, ldq, &columns, scores[0] + t * LANES, PARTITION + LANES);
     }
     for (long r = 0; r < rows; r++) {
@@ -142,7 +142,7 @@ static void attend_tile(const Attention *at, const Step *step, const Unit *unit,
         const int32_t *segments[PARTITION / LANES];
         long right = d + LANES < dim ? LANES : 0;  // 0: an odd half, computed twice and stored once
         for (long t = 0; t < tiles; t++) segments[t] = values[t] + d;
-        Columns columns = {segments, tiles, words(is_bf16, LANES), words(is_bf16, last_tokens + is_bf16), right, dim};
+        Columns columns = {segments, tiles, words(is_bf16, LANES), words(is_bf16, last_tokens + is_bf16), right, dim, (const char *)segments[0], 0};
         TILES[is_bf16][rows - 1](probabilities[0], PROBABILITY_WORDS, &columns, sums[0], COLUMNS);
         for (long r = 0; r < rows; r++) {
             float *mixed = mixed_values(states + (first_row + r) * state_floats(at)) + d;

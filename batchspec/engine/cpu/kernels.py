@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 
 import torch
 
+from batchspec.engine import memory
 from batchspec.engine.cpu import build
 from batchspec.engine.packed import PackedStep
 
@@ -77,8 +78,9 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     if missing:
         weight = torch.cat([weight, weight.new_zeros(missing, in_features)])
     per_word = 4 // weight.element_size()
-    panels = weight.reshape(-1, PANEL_COLUMNS, in_features // per_word, per_word).transpose(1, 2).contiguous()
-    return panels.view(torch.int32).flatten(2)
+    panels = weight.reshape(-1, PANEL_COLUMNS, in_features // per_word, per_word).transpose(1, 2)
+    packed = memory.zeros(tuple(panels.shape), weight.dtype)
+    return packed.copy_(panels).view(torch.int32).flatten(2)
 
 
 def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -48,11 +48,14 @@ static void linear(int is_bf16, const Linear *w, Epilogue epilogue, long num_row
                    const void *residual, void *out, long ldo) {
     long thread = omp_get_thread_num(), threads = omp_get_num_threads(), steps = words(is_bf16, w->in_features);
     long panels = (w->num_columns + COLUMNS - 1) / COLUMNS;
+    long large_tiles = max_long(1, (num_rows + TILE_ROWS - PREFETCHING_ROWS) / TILE_ROWS);
     float sums[TILE_ROWS][COLUMNS];
     for (long panel = panels * thread / threads; panel < panels * (thread + 1) / threads; panel++) {
         const int32_t *b = w->panels + panel * steps * COLUMNS;
-        Columns columns = {&b, 1, steps, steps, LANES, COLUMNS};
-        for (long row = 0; row < num_rows; row += TILE_ROWS) {
+        // The next panel comes from memory while this one is multiplied, each large tile asking for its part.
+        long next_bytes = steps * COLUMNS * sizeof *b / large_tiles;
+        Columns columns = {&b, 1, steps, steps, LANES, COLUMNS, (const char *)(b + steps * COLUMNS), next_bytes / steps};
+        for (long row = 0; row < num_rows; row += TILE_ROWS, columns.ahead += next_bytes) {
             long rows = min_long(TILE_ROWS, num_rows - row);
             TILES[is_bf16][rows - 1](a + row * lda, lda, &columns, sums[0], COLUMNS);
             if (is_bf16) finish_tile(1, w, epilogue, row, rows, panel, sums, residual, out, ldo);

@@ -20,6 +20,7 @@
 #else
 #define TILE_ROWS 2
 #endif
+#define PREFETCHING_ROWS 8
 
 typedef float f32x __attribute__((vector_size(64)));
 typedef int32_t i32x __attribute__((vector_size(64)));
@@ -157,14 +158,21 @@ INLINE f32x exp16(f32x x) {
 }
 
 // What the tile function multiplies `rows` rows of words with: `num_segments` runs of `steps` words (the last may be shorter), each
-// with two vectors of columns, `gap` words apart, per word; `ldb` words from one to the next.
-typedef struct { const int32_t *const *segments; long num_segments, steps, last_steps, gap, ldb; } Columns;
+// with two vectors of columns, `gap` words apart, per word; `ldb` words from one to the next. A tile that multiplies for
+// longer than it reads asks memory for what comes next: from `ahead` on, `ahead_bytes` further at every step.
+typedef struct {
+    const int32_t *const *segments;
+    long num_segments, steps, last_steps, gap, ldb;
+    const char *ahead;
+    long ahead_bytes;
+} Columns;
 
 // out[r] = a[r] . columns, reduced in order. a: rows of words with stride lda; out: floats with stride ldo.
 INLINE void tile(int is_bf16, int rows, const int32_t *a, long lda, const Columns *columns, float *out, long ldo) {
     f32x acc[TILE_ROWS][2];
     const int32_t *a3 = a + 3 * lda, *a6 = a + 6 * lda, *a9 = a + 9 * lda;
-    const long ldb = columns->ldb, gap = columns->gap;
+    const long ldb = columns->ldb, gap = columns->gap, ahead_bytes = columns->ahead_bytes;
+    const char *ahead = columns->ahead;
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = splat(0.0f);
     for (long segment = 0, done = 0; segment < columns->num_segments; segment++) {
@@ -172,6 +180,10 @@ INLINE void tile(int is_bf16, int rows, const int32_t *a, long lda, const Column
         const long steps = segment + 1 < columns->num_segments ? columns->steps : columns->last_steps;
         for (long end = done + steps; done < end; done++, b += ldb) {
             i32x x = load_words(b), y = load_words(b + gap);
+            if (rows >= PREFETCHING_ROWS) {
+                __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + 64, 0, 2);
+                ahead += ahead_bytes;
+            }
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 const int32_t *base = r < 3 ? a : r < 6 ? a3 : r < 9 ? a6 : a9;
@@ -201,6 +213,7 @@ TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(1
 static TileFunction *const TILES[2][TILE_ROWS] = {ROWS_OF(fp32), ROWS_OF(bf16)};
 
 INLINE long min_long(long a, long b) { return a < b ? a : b; }
+INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
 // Row stride, in words, of the activations that tiles read: an odd number of cache lines, so that twelve rows never
 // compete for the same cache set.
