@@ -85,16 +85,31 @@ def show(file: str, image: str | None) -> None:
 @click.option(
     "--max-cost-usd", type=click.FloatRange(min=0), help="Exit with code 6 where the job is expected to cost more."
 )
+@click.option("--compare", metavar="FILE", multiple=True, help="A profile of another engine, to plan the job with too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 @click.pass_context
 def plan(
-    context: click.Context, /, inputs: tuple[str, ...], max_cost_usd: float | None, as_json: bool, **_: object
+    context: click.Context,
+    /,
+    inputs: tuple[str, ...],
+    max_cost_usd: float | None,
+    compare: tuple[str, ...],
+    as_json: bool,
+    **_: object,
 ) -> None:
     """Say what the job will take and cost by a --profile, and whether speculating pays, before anything is spent."""
-    from batchspec.pipeline.planning import plan_job, refuse_expensive
+    from batchspec.pipeline.planning import compare_engines, compared, plan_job, refuse_expensive
 
-    found = plan_job(run_config(context, inputs))
-    click.echo(json.dumps(found.as_json(), allow_nan=False) if as_json else found.as_text())
+    config = run_config(context, inputs)
+    found = plan_job(config)
+    others = compare_engines(config, compare)
+    if as_json:
+        figures = found.as_json() | {"compared": [other.as_json() for other in others]}
+        click.echo(json.dumps(figures, allow_nan=False))
+    else:
+        click.echo(found.as_text())
+        if others:
+            click.echo(compared([found, *others]))
     refuse_expensive(found, max_cost_usd)
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from batchspec.config import AUTO_PROFILE, NO_PROFILE, RunConfig
+from batchspec.config import AUTO_PROFILE, RunConfig
 from batchspec.engine import ENGINES
 from batchspec.errors import UsageError
 from batchspec.profile.policy import static_policy
@@ -107,8 +107,8 @@ def _vllm_problems(config: RunConfig) -> Iterator[str]:
         if config.engine.vllm_arg:
             yield "--vllm-arg needs --engine vllm"
         return
-    if config.routes.profile not in (None, NO_PROFILE):
-        yield "--profile: --engine vllm follows --method and --routes alone"
+    if config.run.holdout:
+        yield "--holdout: --engine vllm decodes the rows of one route at a time, so no step can be held out"
     if not _route_problems(config):
         policy = static_policy(config.routes, config.engine.draft_model)
         if Method.LOOKUP_THEN_DRAFT in {route.method for route in (policy.default, *policy.by_class.values())}:

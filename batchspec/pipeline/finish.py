@@ -23,9 +23,10 @@ from batchspec.pipeline.attempts import Attempt
 from batchspec.pipeline.plan import Manifest
 from batchspec.pipeline.profiling import read_profile_copy
 from batchspec.profile.measured import MeasuredPolicy
+from batchspec.profile.phase_routes import phase_routes
 from batchspec.profile.predict import predicted_tokens_per_step
 from batchspec.profile.store import parse_profile
-from batchspec.types import Method
+from batchspec.types import Method, RoutePolicy
 
 
 def check_complete(store: Store, manifest: Manifest) -> None:
@@ -95,7 +96,9 @@ def _predicted(rows: RowTotals, store: Store) -> dict[str, float]:
         return {}
     profile = parse_profile(content, store.root)
     methods = frozenset(Method(cell.method) for cell in profile.acceptance)
-    policy = MeasuredPolicy(profile, methods, profile.max_batch)
+    policy: RoutePolicy = MeasuredPolicy(profile, methods, profile.max_batch)
+    if profile.fingerprint.get("engine") == "vllm":
+        policy = phase_routes(profile, methods, profile.max_batch, rows.job.rows)
     return predicted_tokens_per_step(profile, {label: policy.route(label, round(live)) for label in rows.by_class()})
 
 

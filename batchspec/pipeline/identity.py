@@ -47,11 +47,16 @@ def job_identity(config: RunConfig, inputs: InputSet, model_path: Path | None) -
     }
     if engine.engine == "vllm":
         identity["vllm_arg"] = list(engine.vllm_arg)
-    samples_by_rejection = engine.engine == "vllm" and not config.sampling.greedy
-    if engine.acceptance_rule == "rejection" or samples_by_rejection:  # then alone the text depends on the route
+    if samples_by_rejection(config):
         identity["routes"] = _as_json(asdict(config.routes))
         identity["draft_model"] = model_identity(Path(engine.draft_model)) if engine.draft_model else None
     return identity
+
+
+def samples_by_rejection(config: RunConfig) -> bool:
+    """Whether a row's text depends on its route: then that is settled by its class, and by nothing that a run sees."""
+    samples_in_vllm = config.engine.engine == "vllm" and not config.sampling.greedy
+    return config.engine.acceptance_rule == "rejection" or samples_in_vllm
 
 
 def job_versions(config: RunConfig, device_type: str) -> dict[str, str]:

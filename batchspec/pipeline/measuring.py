@@ -17,6 +17,7 @@ from batchspec.io.parser import RowParser
 from batchspec.io.reader import InputReader
 from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.devices import worker_places
+from batchspec.pipeline.measuring_routes import measure_route_engines
 from batchspec.pipeline.models import locate_models
 from batchspec.pipeline.profiling import (
     available_methods,
@@ -26,6 +27,7 @@ from batchspec.pipeline.profiling import (
 from batchspec.profile.curves import depth_curves, occupancy_curves
 from batchspec.profile.policy import StaticPolicy
 from batchspec.profile.records import Profile
+from batchspec.profile.sample import stratified
 from batchspec.profile.scope import ListSource, Scope
 from batchspec.profile.show import format_profile
 from batchspec.profile.store import fingerprint_differences, load_profile, save_profile
@@ -39,10 +41,6 @@ logger = logging.getLogger(__name__)
 # Rows of the input that a sample is drawn from, and how many of them lie together.
 _MOST_ROWS_READ = 20_000
 _WINDOW_ROWS = 250
-
-# `--profile auto` measures on at least so many rows, and only where the job is this many times as long as the sample.
-_LEAST_AUTO_ROWS = 12
-_REPAYS = 20
 
 Say = Callable[[str], None]
 
@@ -81,8 +79,10 @@ def make_profile(config: RunConfig, path: Path, options: ProfileOptions, say: Sa
     """Measure on a stratified sample of the input, and write the profile to `path` and to the cache. With
     `options.if_stale`, keep one that still fits. What is wrong with the options is said before anything is measured."""
     check_config(config)
-    if config.engine.engine != "torch":
-        raise UsageError(f"batchspec profile measures --engine torch, not {config.engine.engine}")
+    if config.engine.engine == "fake":
+        raise UsageError("batchspec profile measures --engine torch and vllm: the fake one has nothing to measure")
+    if config.engine.engine == "vllm" and options.trace:
+        raise UsageError("--trace: a step of --engine vllm cannot be looked into")
     config = replace(config, engine=locate_models(config.engine))
     methods = _known_methods(parse_methods(options.methods), config)
     scope = Scope(methods, options.max_depth, config.routes.min_match_tokens, options.budget, options.job_rows)
@@ -100,23 +100,33 @@ def make_profile(config: RunConfig, path: Path, options: ProfileOptions, say: Sa
     traced = _traced_rows(rows, cell, config) if cell else []
     place = worker_places(config)[0]
 
+    sample = stratified(rows, options.sample_rows)
+    if config.engine.engine == "vllm":
+        profile = measure_route_engines(config.engine, place, sample, fingerprint, scope, say)
+        _save(profile, path, say)
+        return profile
+
     from batchspec.engine.load import load_torch_engine
-    from batchspec.profile.measure import measure_profile, stratified
+    from batchspec.profile.measure import measure_profile
 
     say(f"loading {config.engine.model} on {place.device}, {place.threads} threads")
     engine = load_torch_engine(config.engine, place.device, place.threads, 1.0, StepAttributionRule())
     try:
-        profile = measure_profile(engine, stratified(rows, options.sample_rows), fingerprint, scope, say)
-        save_profile(profile, path)
-        _keep_in_cache(profile)
-        for item in profile.skipped:
-            say(f"skipped: {item}")
-        say(f"wrote {os.path.relpath(path)} in {profile.measuring_seconds} s")
+        profile = measure_profile(engine, sample, fingerprint, scope, say)
+        _save(profile, path, say)
         if cell is not None:
             _write_trace(engine, traced, cell, Path(str(options.trace)).expanduser(), say)
     finally:
         engine.close()
     return profile
+
+
+def _save(profile: Profile, path: Path, say: Say) -> None:
+    save_profile(profile, path)
+    _keep_in_cache(profile)
+    for item in profile.skipped:
+        say(f"skipped: {item}")
+    say(f"wrote {os.path.relpath(path)} in {profile.measuring_seconds} s")
 
 
 def _make_folder(option: str, file: Path) -> None:
@@ -150,7 +160,8 @@ def _known_methods(asked: frozenset[Method], config: RunConfig) -> frozenset[Met
     possible = available_methods(config)
     if asked - possible:
         names = ", ".join(sorted(method.value.replace("_", "-") for method in asked - possible))
-        raise UsageError(f"--methods {names}: needs --draft-model")
+        missing = "needs --draft-model" if config.engine.draft_model is None else "--engine vllm has no such method"
+        raise UsageError(f"--methods {names}: {missing}")
     return asked or possible
 
 

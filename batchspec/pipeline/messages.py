@@ -10,6 +10,7 @@ from batchspec.accounting.saving import PairSums
 from batchspec.accounting.usage import Usage
 from batchspec.config import RunConfig
 from batchspec.io.inputs import InputSet
+from batchspec.profile.policy import StaticPolicy
 from batchspec.types import Completion, EngineInfo, Outcome, Route
 
 
@@ -17,7 +18,7 @@ from batchspec.types import Completion, EngineInfo, Outcome, Route
 class WorkerSpec:
     """All that a worker needs. `worker` numbers its place, which a successor takes over when it dies.
 
-    `route` limits it to the rows that take this route, where its engine serves one route alone.
+    Where its engine serves one route alone, `routes` settles each row's, and `route` is the one that it serves.
     `spawned_at` is the monotonic clock of this machine: the worker's seconds are metered from there on.
     """
 
@@ -34,6 +35,7 @@ class WorkerSpec:
     parent_pid: int
     part_metadata: Mapping[str, str]
     route: Route | None = None
+    routes: StaticPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from batchspec.config import RunConfig
 from batchspec.engine.vllm_routes import TARGET_ONLY_COLUMNS, TARGET_ONLY_REASON, engine_key, needs_target_only
 from batchspec.io.inputs import InputSet
-from batchspec.profile.policy import ANY_CLASS, static_policy
+from batchspec.pipeline.profiling import settled_routes
+from batchspec.profile.policy import ANY_CLASS, StaticPolicy
 from batchspec.types import Method, Route
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The rows that one engine serves: those of `route`, or all (None). `rows` says which these are, for people."""
+    """The rows that one engine serves: those of `route` in `routes`, or all (None). `rows` says which these are, for
+    people."""
 
     route: Route | None = None
     rows: str = "all rows"
+    routes: StaticPolicy | None = None
 
     @property
     def title(self) -> str:
@@ -36,15 +39,15 @@ def plan_phases(config: RunConfig, inputs: InputSet) -> tuple[Phase, ...]:
         return (Phase(),)
     rows_of: dict[tuple[str, int, int], list[str]] = {}
     route_of: dict[tuple[str, int, int], Route] = {}
-    for rows, route in _routes(config, inputs):
+    routes = settled_routes(config, inputs.num_rows)
+    for rows, route in _routes(routes, config, inputs):
         route_of.setdefault(engine_key(route), route)
         rows_of.setdefault(engine_key(route), []).append(rows)
-    phases = [Phase(route, ", ".join(rows_of[key])) for key, route in route_of.items()]
+    phases = [Phase(route, ", ".join(rows_of[key]), routes) for key, route in route_of.items()]
     return tuple(sorted(phases, key=lambda phase: phase.route is None or phase.route.method is not Method.TARGET_ONLY))
 
 
-def _routes(config: RunConfig, inputs: InputSet) -> Iterator[tuple[str, Route]]:
-    policy = static_policy(config.routes, config.engine.draft_model)
+def _routes(policy: StaticPolicy, config: RunConfig, inputs: InputSet) -> Iterator[tuple[str, Route]]:
     for name, route in policy.by_class.items():
         yield "every other class" if name == ANY_CLASS else f"class {name}", route
     if ANY_CLASS not in policy.by_class:

@@ -10,23 +10,27 @@ from typing import Any
 
 from batchspec.accounting.cost import cost_usd
 from batchspec.config import AUTO_PROFILE, NO_PROFILE, RunConfig
-from batchspec.errors import CostLimitExceeded, RowError, UsageError
+from batchspec.engine.vllm_routes import engine_key
+from batchspec.errors import CostLimitExceeded, MismatchError, RowError, UsageError
 from batchspec.io.inputs import resolve_inputs
 from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.devices import worker_places
 from batchspec.pipeline.measuring import readable_rows
 from batchspec.pipeline.models import locate_models
-from batchspec.pipeline.profiling import available_methods, check_profile
+from batchspec.pipeline.profiling import available_methods, check_profile, run_fingerprint, settled_routes
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.predict import predict_seconds
 from batchspec.profile.records import ClassSample, Profile
-from batchspec.profile.store import load_profile
-from batchspec.types import Method, Request, Route
+from batchspec.profile.store import fingerprint_differences, load_profile
+from batchspec.types import Method, Request, Route, RoutePolicy
 from batchspec.workload import RequestClassifier
 
 # Rows whose prompts are tokenised and that are stepped through; larger jobs are scaled up.
 _TOKENISED_ROWS = 400
+
+# What another engine's profile must share with the run that it is compared for.
+_COMPARED = ("target_", "draft_", "device_type", "dtype", "sampling")
 
 # Spread of a prediction where no trial says more: the median error of predictions against runs is below this.
 _LEAST_SPREAD = 0.1
@@ -36,6 +40,7 @@ _LEAST_SPREAD = 0.1
 class JobPlan:
     """Times are wall seconds with all workers at work, costs metered cost (load included)."""
 
+    engine: str
     rows: int
     input_tokens: int
     output_tokens: int
@@ -62,7 +67,7 @@ class JobPlan:
         lines = [
             self.verdict,
             f"{self.rows} rows, about {self.input_tokens} tokens in and {self.output_tokens} out",
-            f"{self.seconds:.0f} s ({self.seconds_low:.0f} to {self.seconds_high:.0f}), {cost}",
+            f"{self.engine}: {self.seconds:.0f} s ({self.seconds_low:.0f} to {self.seconds_high:.0f}), {cost}",
             f"target-only: {self.target_only_seconds:.0f} s",
             f"answers are taken to be as long as the profile's, at most {self.longest_answer} tokens",
         ]
@@ -84,17 +89,47 @@ def plan_job(config: RunConfig) -> JobPlan:
             if given
             else "no profile of this model on this machine: make one with `batchspec profile INPUT -o FILE`"
         )
-    profile = load_profile(Path(str(config.routes.profile)))
-    rows = readable_rows(config)
-    samples, scale = _expected_rows(profile, rows, config, inputs.num_rows)
-    policy = MeasuredPolicy(profile, available_methods(config), config.engine.max_batch)
-    plain = Route(Method.TARGET_ONLY)
+    return _plan(config, load_profile(Path(str(config.routes.profile))), inputs.num_rows)
+
+
+def compare_engines(config: RunConfig, files: Sequence[str]) -> list[JobPlan]:
+    """The same job by profiles of other engines, which another environment or machine of this kind measured.
+
+    Models, sampling and kind of device must be the run's; libraries and threads are taken as the profile has them.
+    Raises MismatchError.
+    """
+    config = replace(config, engine=locate_models(config.engine))
+    now, num_rows, plans = run_fingerprint(config), resolve_inputs(config.input).num_rows, []
+    for file in files:
+        profile = load_profile(Path(file).expanduser())
+        found = [line for line in fingerprint_differences(profile, now) if line.startswith(_COMPARED)]
+        if found:
+            raise MismatchError(f"--compare {file} was measured with something else: {'; '.join(found)}")
+        engine = replace(config.engine, engine=profile.fingerprint["engine"])
+        routes = replace(config.routes, profile=file)
+        plans.append(_plan(replace(config, engine=engine, routes=routes), profile, num_rows))
+    return plans
+
+
+def _plan(config: RunConfig, profile: Profile, num_rows: int) -> JobPlan:
+    """The plan of `num_rows` rows by a profile that fits."""
+    samples, scale = _expected_rows(profile, readable_rows(config), config, num_rows)
+    batch, plain = config.engine.max_batch, Route(Method.TARGET_ONLY)
+    in_phases = config.engine.engine == "vllm"
+    policy: RoutePolicy = (
+        settled_routes(config, num_rows)
+        if in_phases
+        else MeasuredPolicy(profile, available_methods(config), config.engine.max_batch)
+    )
     places = worker_places(config)
-    batch = config.engine.max_batch
 
     def seconds_of(route_of: Callable[[str, int], Route]) -> float:
-        decode_seconds = predict_seconds(profile, samples, route_of, batch)
-        return profile.load_seconds + decode_seconds * scale / len(places)  # workers share the rows evenly
+        """All workers share the rows evenly. Every phase loads an engine of its own."""
+        phases: dict[object, list[ClassSample]] = defaultdict(list)
+        for sample in samples:
+            phases[engine_key(route_of(sample.request_class, batch)) if in_phases else None].append(sample)
+        decode_seconds = sum(predict_seconds(profile, phase, route_of, batch) for phase in phases.values())
+        return len(phases) * profile.load_seconds + decode_seconds * scale / len(places)
 
     seconds, target_only = seconds_of(policy.route), seconds_of(lambda label, n: plain)
     spread = max([_LEAST_SPREAD, *(abs(t.seconds / t.predicted_seconds - 1) for t in profile.trials)])
@@ -103,7 +138,8 @@ def plan_job(config: RunConfig) -> JobPlan:
     low, high = seconds / (1 + spread), seconds * (1 + spread)
     shown = {sample.request_class: _named(policy.route(sample.request_class, batch)) for sample in samples}
     return JobPlan(
-        rows=inputs.num_rows,
+        engine=config.engine.engine,
+        rows=num_rows,
         input_tokens=round(scale * sum(sum(s.input_tokens) for s in samples)),
         output_tokens=round(scale * sum(sum(s.output_tokens) for s in samples)),
         seconds=round(seconds, 1),
@@ -119,6 +155,16 @@ def plan_job(config: RunConfig) -> JobPlan:
         longest_answer=profile.max_new_tokens,
         verdict=f"speculating should save {saving:.0%} of the time" if saving > 0.005 else "do not speculate here",
     )
+
+
+def compared(plans: Sequence[JobPlan]) -> str:
+    """Plans of one job beside each other, the fastest named first."""
+    fastest = min(plans, key=lambda found: found.seconds)
+    lines = [f"fastest: {fastest.engine}"]
+    for found in plans:
+        cost = "" if found.cost_usd is None else f", {found.cost_usd:.4f} USD"
+        lines.append(f"  {found.engine}: {found.seconds:.0f} s{cost}; {found.verdict}")
+    return "\n".join(lines)
 
 
 def refuse_expensive(plan: JobPlan, max_cost_usd: float | None) -> None:

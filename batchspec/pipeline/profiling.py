@@ -11,13 +11,15 @@ from importlib import metadata
 from pathlib import Path
 
 from batchspec.config import AUTO_PROFILE, NO_PROFILE, RouteConfig, RunConfig, cache_dir
+from batchspec.engine.versions import vllm_version
 from batchspec.errors import UsageError
 from batchspec.io.store import Store
 from batchspec.pipeline.devices import device_type, worker_places
-from batchspec.pipeline.identity import model_identity
+from batchspec.pipeline.identity import model_identity, samples_by_rejection
 from batchspec.profile.holdout import HoldoutPolicy
 from batchspec.profile.measured import MeasuredPolicy
-from batchspec.profile.policy import static_policy
+from batchspec.profile.phase_routes import phase_routes
+from batchspec.profile.policy import StaticPolicy, static_policy
 from batchspec.profile.store import fingerprint_differences, load_profile, refuse_stale_profile
 from batchspec.types import Method, RoutePolicy, SamplingParams
 
@@ -26,10 +28,11 @@ logger = logging.getLogger(__name__)
 PROFILE_COPY_NAME = "_batchspec/profile.json"
 
 
-def build_policy(config: RunConfig) -> HoldoutPolicy:
-    """The policy of a worker: by profile where there is one, else as the options say."""
-    policy: RoutePolicy = static_policy(config.routes, config.engine.draft_model)
-    if config.routes.profile not in (None, NO_PROFILE):
+def build_policy(config: RunConfig, settled: StaticPolicy | None = None) -> HoldoutPolicy:
+    """The policy of a worker: the routes that are `settled` for the job, else by profile where there is one, else as
+    the options say."""
+    policy: RoutePolicy = settled or static_policy(config.routes, config.engine.draft_model)
+    if settled is None and config.routes.profile not in (None, NO_PROFILE):
         profile = load_profile(Path(config.routes.profile))
         policy = MeasuredPolicy(profile, available_methods(config), config.engine.max_batch)
         if samples_by_rejection(config):
@@ -37,9 +40,13 @@ def build_policy(config: RunConfig) -> HoldoutPolicy:
     return HoldoutPolicy(policy, config.run.holdout, config.sampling.seed)
 
 
-def samples_by_rejection(config: RunConfig) -> bool:
-    """Whether a row's text depends on its route: then that is settled by its class, and by nothing that a run sees."""
-    return config.engine.acceptance_rule == "rejection"
+def settled_routes(config: RunConfig, num_rows: int) -> StaticPolicy:
+    """The routes of a job of `num_rows` rows whose engines serve one route each: by profile where there is one, else
+    as the options say."""
+    if config.routes.profile in (None, NO_PROFILE):
+        return static_policy(config.routes, config.engine.draft_model)
+    profile = load_profile(Path(config.routes.profile))
+    return phase_routes(profile, available_methods(config), config.engine.max_batch, num_rows)
 
 
 def profile_digest(config: RunConfig) -> str | None:
@@ -49,8 +56,11 @@ def profile_digest(config: RunConfig) -> str | None:
 
 
 def available_methods(config: RunConfig) -> frozenset[Method]:
-    drafting = {Method.DRAFT_MODEL, Method.LOOKUP_THEN_DRAFT} if config.engine.draft_model else set()
-    return frozenset({Method.PROMPT_LOOKUP, *drafting})
+    """What a profile of this run may measure and route by."""
+    if config.engine.draft_model is None:
+        return frozenset({Method.PROMPT_LOOKUP})
+    all_drafting = frozenset(Method) - {Method.TARGET_ONLY}
+    return all_drafting - {Method.LOOKUP_THEN_DRAFT} if config.engine.engine == "vllm" else all_drafting
 
 
 def check_profile(config: RunConfig) -> RunConfig:
@@ -87,7 +97,7 @@ def target_only(config: RunConfig) -> RouteConfig:
 
 def _cached_profile(config: RunConfig) -> str:
     """The profile that this machine keeps for these models and settings, or `none`."""
-    if config.engine.engine != "torch" or config.routes.routes_file or config.routes.method is not Method.TARGET_ONLY:
+    if config.engine.engine == "fake" or config.routes.routes_file or config.routes.method is not Method.TARGET_ONLY:
         return NO_PROFILE
     now = run_fingerprint(config)
     path = cached_profile_path(now)
@@ -139,6 +149,8 @@ def run_fingerprint(config: RunConfig) -> dict[str, str]:
         "acceptance_rule": engine.acceptance_rule,
         "sampling": sampling_cell(config.sampling),
     }
+    if engine.engine == "vllm":
+        found |= {"vllm": vllm_version(), "vllm_arg": " ".join(engine.vllm_arg)}
     for role, path in (("target", engine.model), ("draft", engine.draft_model)):
         identity = model_identity(Path(path)) if path else None
         found |= {f"{role}_{part}": digest[:16] for part, digest in (identity or {}).items()}

@@ -22,14 +22,14 @@ from batchspec.pipeline.attempts import Attempt, load_attempts
 from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.devices import Place, device_type, worker_places
 from batchspec.pipeline.finish import charge_killed_attempts, check_complete, job_summary, sum_result_rows
-from batchspec.pipeline.identity import job_identity, job_versions, refuse_mismatch
+from batchspec.pipeline.identity import job_identity, job_versions, refuse_mismatch, samples_by_rejection
 from batchspec.pipeline.interrupts import Interrupts
 from batchspec.pipeline.lock import OutputLock
 from batchspec.pipeline.logs import set_up_logging
 from batchspec.pipeline.models import locate_model, locate_models, refuse_large_demo
 from batchspec.pipeline.output import resolve_output
 from batchspec.pipeline.plan import Manifest, json_line, load_manifest, plan, save_manifest
-from batchspec.pipeline.profiling import check_profile, keep_profile, profile_digest, samples_by_rejection
+from batchspec.pipeline.profiling import check_profile, keep_profile, profile_digest
 from batchspec.pipeline.resume import (
     Stock,
     clear_output,

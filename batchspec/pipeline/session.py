@@ -31,7 +31,6 @@ from batchspec.pipeline.plan import Manifest, to_json
 from batchspec.pipeline.profiling import keep_profile
 from batchspec.pipeline.supervisor import Supervisor
 from batchspec.pipeline.timeline import Timeline
-from batchspec.types import Route
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class Session:
         self._meter = AttemptMeter([place.device_share for place in places], started_at)
         self._deaths = Deaths(store, attempt.attempt, attempt.price_per_hour, config.run.max_worker_deaths)
         self._supervisors: list[Supervisor] = []
-        self._route: Route | None = None
+        self._phase = Phase()
         self._timeline = Timeline()
         self._saved_at = 0.0
         self.part_metadata = self._part_metadata()
@@ -100,7 +99,7 @@ class Session:
     ) -> list[Shard]:
         """Answer the rows of a phase; the shards that need a further one."""
         executor = new_executor(self._config.run)
-        self._route = phase.route
+        self._phase = phase
         try:
             supervisor = Supervisor(
                 executor,
@@ -148,7 +147,8 @@ class Session:
             spawned_at=spawned_at,
             parent_pid=os.getpid(),
             part_metadata=self.part_metadata,
-            route=self._route,
+            route=self._phase.route,
+            routes=self._phase.routes,
         )
 
     def _part_metadata(self) -> dict[str, str]:

@@ -54,7 +54,7 @@ class Worker:
     def run(self) -> None:
         spec = self._spec
         engine_config = spec.config.engine
-        holdout = build_policy(spec.config)
+        holdout = build_policy(spec.config, spec.routes)
         self._policy = WatchedPolicy(holdout)
         attribution = StepAttributionRule()
         engine = load_engine(engine_config, spec.device, spec.threads, spec.device_share, attribution, spec.route)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING
 from batchspec.errors import InputError, UsageError
 from batchspec.ngrams import NgramIndex
 from batchspec.profile.acceptance import DecodedRow, replay_draft, replay_lookup
-from batchspec.profile.records import ClassSample, Curve, Profile, StepCost
+from batchspec.profile.records import Curve, Profile, StepCost
+from batchspec.profile.sample import SampledCompletion, class_samples
 from batchspec.profile.scope import Budget, ListSource, NotWorthMeasuring, Scope
 from batchspec.profile.trials import run_trials
 from batchspec.types import Completion, Method, Request, Route, RoutePolicy, StepReport
-from batchspec.workload import RequestClassifier
 
 if TYPE_CHECKING:
     from batchspec.engine.engine import TorchEngine
@@ -35,15 +34,8 @@ _CHUNK = 256
 _JOB_SHARE = 0.05
 _LEAST_TIMING_SECONDS = 10.0
 
-
-def stratified(requests: Sequence[Request], num_rows: int) -> list[Request]:
-    """`num_rows` rows, every class as equally as its rows allow, spread over the input; classes interleaved."""
-    by_class: dict[str, list[Request]] = defaultdict(list)
-    for request in requests:
-        by_class[RequestClassifier().label(request.request_class)].append(request)
-    share = max(1, num_rows // max(1, len(by_class)))
-    picked = [rows[:: max(1, len(rows) // share)][:share] for rows in by_class.values()]
-    return [rows[i] for i in range(share) for rows in picked if i < len(rows)]
+# Of what is left after decoding, what timing the target's steps may take, and as much the draft model's.
+_TIMING_SHARE = 0.4
 
 
 def measure_profile(
@@ -67,7 +59,7 @@ def measure_profile(
         raise InputError(
             "no sampled row was answered within half the budget: raise --budget, or see whether the rows fit the model"
         )
-    rows = [_decoded(c) for c in completions]
+    rows = [c.decoded for c in completions]
     if len(completions) < len(requests):
         skipped.append(f"{len(requests) - len(completions)} of {len(requests)} sampled rows: half the budget was spent")
 
@@ -76,7 +68,9 @@ def measure_profile(
     say("timing steps")
     timer = EngineTimer(engine, [row.token_ids for row in rows], requests[0].sampling)
     lookup_seconds = _lookup_seconds(rows, scope.min_match_tokens)
-    cost = _step_cost(timer, engine.info.max_batch, spent["overhead"] / max(1, steps.num_row_steps), lookup_seconds)
+    per_sequence = spent["overhead"] / max(1, steps.num_row_steps)
+    limit = budget.left * _TIMING_SHARE
+    cost = _step_cost(timer, engine.info.max_batch, per_sequence, lookup_seconds, limit)
 
     say("replaying drafters")
     acceptance = []
@@ -98,7 +92,7 @@ def measure_profile(
         sampling={"temperature": requests[0].sampling.temperature, "top_p": requests[0].sampling.top_p},
         max_batch=engine.info.max_batch,
         max_new_tokens=max(r.sampling.max_new_tokens for r in requests),
-        samples=_samples(completions),
+        samples=class_samples(completions),
         acceptance=tuple(acceptance),
         step_cost=cost,
         skipped=tuple(skipped),
@@ -106,7 +100,7 @@ def measure_profile(
         load_seconds=load_seconds,
     )
     tried = completions[: engine.info.max_batch]
-    trials, untried = run_trials(engine, [c.request for c in tried], _samples(tried), profile, scope, budget, say)
+    trials, untried = run_trials(engine, [c.request for c in tried], class_samples(tried), profile, scope, budget, say)
     return replace(
         profile,
         trials=trials,
@@ -123,13 +117,6 @@ def budget_for_job(budget: Budget, job_over_sample: float) -> Budget:
     if seconds - spent < _LEAST_TIMING_SECONDS:
         raise NotWorthMeasuring(f"the job will take about {spent * job_over_sample:.0f} s")
     return replace(budget, seconds=seconds)
-
-
-@dataclass(frozen=True)
-class SampledCompletion:
-    request: Request
-    token_ids: tuple[int, ...]
-    num_prompt_tokens: int
 
 
 class _CountedSteps:
@@ -165,25 +152,6 @@ def _decode(
     return found
 
 
-def _decoded(completion: SampledCompletion) -> DecodedRow:
-    label = RequestClassifier().label(completion.request.request_class)
-    return DecodedRow(label, completion.token_ids, completion.num_prompt_tokens)
-
-
-def _samples(completions: Sequence[SampledCompletion]) -> tuple[ClassSample, ...]:
-    by_class: dict[str, list[SampledCompletion]] = defaultdict(list)
-    for completion in completions:
-        by_class[_decoded(completion).request_class].append(completion)
-    return tuple(
-        ClassSample(
-            label,
-            tuple(c.num_prompt_tokens for c in found),
-            tuple(len(c.token_ids) - c.num_prompt_tokens for c in found),
-        )
-        for label, found in sorted(by_class.items())
-    )
-
-
 def _lookup_seconds(rows: Sequence[DecodedRow], min_match_tokens: int) -> float:
     """Seconds that one row's lookup takes in a step, timed on the sampled rows."""
     started, asked = perf_counter(), 0
@@ -197,7 +165,9 @@ def _lookup_seconds(rows: Sequence[DecodedRow], min_match_tokens: int) -> float:
     return (perf_counter() - started) / max(1, asked)
 
 
-def _step_cost(timer: EngineTimer, max_batch: int, per_sequence: float, per_lookup: float) -> StepCost:
+def _step_cost(
+    timer: EngineTimer, max_batch: int, per_sequence: float, per_lookup: float, limit_seconds: float
+) -> StepCost:
     shapes = [_shape(count, max_batch, _SHORT_CONTEXT) for count in _POSITIONS]
     long_context = min(_LONG_CONTEXT, timer.most_context(max_batch))
     if long_context <= _SHORT_CONTEXT:
@@ -207,7 +177,7 @@ def _step_cost(timer: EngineTimer, max_batch: int, per_sequence: float, per_look
     wide_far: Shape = (max_batch, _WIDE, long_context, False)
     wide_near: Shape = (max_batch, _WIDE, _SHORT_CONTEXT, False)
     chunk: Shape = (1, _CHUNK, _CHUNK, True)
-    seconds = timer.target_seconds([*shapes, far, near, wide_far, wide_near, chunk], repeats=5)
+    seconds = timer.target_seconds([*shapes, far, near, wide_far, wide_near, chunk], limit_seconds)
     added_context = max_batch * (long_context - _SHORT_CONTEXT)
     per_kv_token = max(0.0, (seconds[far] - seconds[near]) / added_context)
     wide_per_kv_token = max(per_kv_token, (seconds[wide_far] - seconds[wide_near]) / added_context)
@@ -218,7 +188,7 @@ def _step_cost(timer: EngineTimer, max_batch: int, per_sequence: float, per_look
         return cost
     draft_shapes = [_shape(count, max_batch, _SHORT_CONTEXT) for count in _POSITIONS if count <= 2 * max_batch + 1]
     far_draft: Shape = (max_batch, 1, min(long_context, timer.most_draft_context()), False)
-    draft_seconds = timer.draft_seconds([*draft_shapes, near, far_draft, chunk], repeats=5)
+    draft_seconds = timer.draft_seconds([*draft_shapes, near, far_draft, chunk], limit_seconds)
     added_context = max_batch * max(1, far_draft[2] - _SHORT_CONTEXT)
     draft_per_kv_token = max(0.0, (draft_seconds[far_draft] - draft_seconds[near]) / added_context)
     return replace(

@@ -145,7 +145,7 @@ def test_vllm_has_a_phase_for_every_engine_that_rows_may_need(classes_config: Ru
             {"engine": {"engine": "vllm", "vllm_arg": ("enforce_eager",)}},
             "--vllm-arg 'enforce_eager' is not of the form",
         ),
-        ({"engine": {"engine": "vllm"}, "routes": {"profile": "p.json"}}, "--profile: --engine vllm follows"),
+        ({"engine": {"engine": "vllm"}, "run": {"holdout": 0.1}}, "--holdout: --engine vllm decodes the rows of one"),
         (
             {
                 "engine": {"engine": "vllm", "draft_model": "d"},

@@ -20,10 +20,11 @@ from batchspec.engine.sampling import Sampler
 from batchspec.engine.trace import TracedEngine
 from batchspec.profile import trials
 from batchspec.profile.curves import OccupancyCurve, depth_curves, occupancy_curves
-from batchspec.profile.measure import measure_profile, stratified
+from batchspec.profile.measure import measure_profile
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import StaticPolicy
 from batchspec.profile.records import Profile
+from batchspec.profile.sample import stratified
 from batchspec.profile.scope import ListSource, Scope
 from batchspec.profile.show import format_profile
 from batchspec.types import Method, Request, Route, SamplingParams

@@ -1,0 +1,52 @@
+"""The rows that a profile is measured on: drawn evenly from all classes, decoded once. Pure; no torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchspec.profile.acceptance import DecodedRow
+from batchspec.profile.records import ClassSample
+from batchspec.types import Request
+from batchspec.workload import RequestClassifier
+
+
+@dataclass(frozen=True)
+class SampledCompletion:
+    """A sampled row with the ids of its prompt and its exact output."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+
+    @property
+    def decoded(self) -> DecodedRow:
+        label = RequestClassifier().label(self.request.request_class)
+        return DecodedRow(label, self.token_ids, self.num_prompt_tokens)
+
+
+def stratified(requests: Sequence[Request], num_rows: int) -> list[Request]:
+    """`num_rows` rows, every class as equally as its rows allow, spread over the input; classes interleaved."""
+    by_class: dict[str, list[Request]] = defaultdict(list)
+    for request in requests:
+        by_class[RequestClassifier().label(request.request_class)].append(request)
+    share = max(1, num_rows // max(1, len(by_class)))
+    picked = [rows[:: max(1, len(rows) // share)][:share] for rows in by_class.values()]
+    return [rows[i] for i in range(share) for rows in picked if i < len(rows)]
+
+
+def class_samples(completions: Sequence[SampledCompletion]) -> tuple[ClassSample, ...]:
+    """Prompt and output lengths by class."""
+    by_class: dict[str, list[DecodedRow]] = defaultdict(list)
+    for completion in completions:
+        row = completion.decoded
+        by_class[row.request_class].append(row)
+    return tuple(
+        ClassSample(
+            label,
+            tuple(row.num_prompt_tokens for row in found),
+            tuple(len(row.token_ids) - row.num_prompt_tokens for row in found),
+        )
+        for label, found in sorted(by_class.items())
+    )
