@@ -139,6 +139,7 @@ class ProfileOptions:
     sample_rows: int = 48
     methods: str = ""
     max_depth: int = 8
+    least_matches: str = "1,2"
     if_stale: bool = False
     job_rows: int | None = None
     trace: str | None = None

@@ -96,20 +96,19 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Route:
     """How a row is decoded in one step, and why. `min_match_tokens` concerns prompt lookup, and so does
-    `num_tokens_by_match`: entry m is how much to propose after a match of m tokens, where that depends on m.
+    `num_tokens_by_grade`: entry g is how much to propose after a match of grade g, where that depends on it.
     `num_draft_tokens` is how deep the draft model goes under lookup_then_draft, where that is another depth."""
 
     method: Method
     num_speculative_tokens: int = 0
     reason: str = ""
     min_match_tokens: int = 2
-    num_tokens_by_match: tuple[int, ...] = ()
+    num_tokens_by_grade: tuple[int, ...] = ()
     num_draft_tokens: int | None = None
 
-    def tokens_for_match(self, match_tokens: int) -> int:
-        """Most tokens to propose where `match_tokens` tokens matched."""
-        by_match = self.num_tokens_by_match
-        return by_match[min(match_tokens, len(by_match) - 1)] if by_match else self.num_speculative_tokens
+    def tokens_for_match(self, grade: int) -> int:
+        """Most tokens to propose after a match of this grade."""
+        return self.num_tokens_by_grade[grade] if self.num_tokens_by_grade else self.num_speculative_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchspec.accounting.cost import StepAttributionRule
-from batchspec.config import MAX_SPECULATIVE_TOKENS, ProfileOptions, RunConfig
+from batchspec.config import MAX_MATCH_TOKENS, MAX_SPECULATIVE_TOKENS, ProfileOptions, RunConfig
 from batchspec.errors import InputError, UsageError
 from batchspec.io.inputs import InputSet, resolve_inputs
 from batchspec.io.parser import RowParser
@@ -64,6 +64,14 @@ def parse_methods(text: str) -> frozenset[Method]:
     return frozenset(known[name] for name in names)
 
 
+def parse_least_matches(text: str) -> tuple[int, ...]:
+    """Comma-separated numbers of tokens. Raises UsageError."""
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if not all(1 <= number <= MAX_MATCH_TOKENS for number in numbers):
+        raise UsageError(f"--least-matches {text}: give numbers from 1 to {MAX_MATCH_TOKENS}, such as 1,2")
+    return tuple(sorted(set(numbers)))
+
+
 def parse_trace_cell(text: str, min_match_tokens: int) -> TraceCell:
     """`METHOD:K:LIVE_ROWS[:CLASS]`, such as `prompt-lookup:4:8:rag`. Raises UsageError."""
     method, k, live_rows, request_class = (*text.split(":", 3), None, None, None)[:4]
@@ -85,8 +93,9 @@ def make_profile(config: RunConfig, path: Path, options: ProfileOptions, say: Sa
         raise UsageError("--trace: a step of --engine vllm cannot be looked into")
     config = replace(config, engine=locate_models(config.engine))
     methods = _known_methods(parse_methods(options.methods), config)
-    scope = Scope(methods, options.max_depth, config.routes.min_match_tokens, options.budget, options.job_rows)
-    cell = parse_trace_cell(options.trace_cell, scope.min_match_tokens) if options.trace else None
+    least_matches = parse_least_matches(options.least_matches)
+    scope = Scope(methods, options.max_depth, least_matches, options.budget, options.job_rows)
+    cell = parse_trace_cell(options.trace_cell, config.routes.min_match_tokens) if options.trace else None
     _make_folder("-o", path)
     if options.trace:
         _make_folder("--trace", Path(options.trace).expanduser().absolute())

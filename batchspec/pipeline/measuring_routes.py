@@ -52,7 +52,7 @@ def measure_route_engines(
                 f"{method.value}: its engine would take about {took:.0f} s more, {budget.left:.0f} s are left"
             )
             continue
-        route = Route(method, min(scope.max_depth, _MOST_TRIED_TOKENS), "profile", scope.min_match_tokens)
+        route = Route(method, min(scope.max_depth, _MOST_TRIED_TOKENS), "profile", max(scope.least_matches))
         say(f"{method.value} with {route.num_speculative_tokens} tokens: the same")
         drafting.append(_in_own_process(config, place, requests, route, [config.max_batch]))
     seconds = budget.seconds - budget.left

@@ -22,6 +22,10 @@ class DecodedRow:
     num_prompt_tokens: int
 
 
+# (tokens matched, support) of the match that proposed; of a draft model neither
+_Kind = tuple[int | None, int | None]
+
+
 @dataclass
 class _Tally:
     num_steps: int = 0
@@ -37,9 +41,9 @@ class _Tally:
 
 
 def replay_lookup(rows: Iterable[DecodedRow], max_tokens: int, min_match_tokens: int) -> list[AcceptanceCell]:
-    """Prompt lookup's cells by class and match length: each row stepped through as the engine would, proposing
+    """Prompt lookup's cells by class and grade of match: each row stepped through as the engine would, proposing
     `max_tokens` wherever at least `min_match_tokens` match."""
-    tallies: dict[str, dict[int, _Tally]] = defaultdict(lambda: defaultdict(_Tally))
+    tallies: dict[str, dict[tuple[int, int], _Tally]] = defaultdict(lambda: defaultdict(_Tally))
     num_steps: dict[str, int] = defaultdict(int)
     for row in rows:
         index = NgramIndex(min_match_tokens)
@@ -52,14 +56,14 @@ def replay_lookup(rows: Iterable[DecodedRow], max_tokens: int, min_match_tokens:
             match = index.longest_match(seen)
             num_accepted = 0
             if match is not None and room > 0:
-                proposal = continuation(seen, match[0], room)
+                proposal = continuation(seen, match.follower, room)
                 num_accepted = _agreement(proposal, row.token_ids[place:])
-                tallies[row.request_class][match[1]].add(num_accepted, num_accepted < room)
+                tallies[row.request_class][match[1:]].add(num_accepted, num_accepted < room)
             place += num_accepted + 1
     return [
-        _cell(request_class, Method.PROMPT_LOOKUP, match_tokens, steps, tally)
+        _cell(request_class, Method.PROMPT_LOOKUP, min_match_tokens, kind, steps, tally)
         for request_class, steps in num_steps.items()
-        for match_tokens, tally in sorted(tallies[request_class].items()) or [(min_match_tokens, _Tally())]
+        for kind, tally in sorted(tallies[request_class].items()) or [((min_match_tokens, 0), _Tally())]
     ]
 
 
@@ -85,13 +89,15 @@ def replay_draft(
                 match = index.longest_match(seen)
             num_accepted = 0
             if match is not None:
-                num_accepted = _agreement(continuation(seen, match[0], room), row.token_ids[place:])
+                num_accepted = _agreement(continuation(seen, match.follower, room), row.token_ids[place:])
             elif room > 0:
                 ahead = right[place - row.num_prompt_tokens :][:room]
                 num_accepted = next((i for i, ok in enumerate(ahead) if not ok), len(ahead))
                 tallies[row.request_class].add(num_accepted, num_accepted < room)
             place += num_accepted + 1
-    return [_cell(c, method, None, num_steps[c], tally) for c, tally in sorted(tallies.items())]
+    return [
+        _cell(c, method, min_match_tokens, (None, None), num_steps[c], tally) for c, tally in sorted(tallies.items())
+    ]
 
 
 def _agreement(proposal: Sequence[int], truth: Sequence[int]) -> int:
@@ -99,13 +105,19 @@ def _agreement(proposal: Sequence[int], truth: Sequence[int]) -> int:
 
 
 def _cell(
-    request_class: str, method: Method, match_tokens: int | None, num_class_steps: int, tally: _Tally
+    request_class: str,
+    method: Method,
+    min_match_tokens: int | None,
+    kind: _Kind,
+    num_class_steps: int,
+    tally: _Tally,
 ) -> AcceptanceCell:
     depth = max((i + 1 for i in range(MAX_SPECULATIVE_TOKENS) if tally.accepted[i] + tally.rejected[i]), default=0)
     return AcceptanceCell(
         request_class,
         method.value,
-        match_tokens,
+        min_match_tokens,
+        *kind,
         num_class_steps,
         tally.num_steps,
         tuple(tally.accepted[:depth]),

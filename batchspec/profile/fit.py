@@ -42,7 +42,9 @@ def fit_profile(
     for run in drafting:
         cost = _with_drafting(cost, run, plain)
         if run.route.method is Method.PROMPT_LOOKUP:
-            acceptance += replay_lookup([s.decoded for s in sampled], scope.max_depth, scope.min_match_tokens)
+            rows = [s.decoded for s in sampled]
+            for least_match in scope.least_matches:
+                acceptance += replay_lookup(rows, scope.max_depth, least_match)
         else:
             acceptance += _counted(run, [s.request for s in sampled])
     first = sampled[0].request.sampling
@@ -110,6 +112,8 @@ def _counted(run: RouteRun, requests: Sequence[Request]) -> list[AcceptanceCell]
         AcceptanceCell(
             label,
             run.route.method.value,
+            None,
+            None,
             None,
             stats.num_target_steps,
             stats.num_drafts,

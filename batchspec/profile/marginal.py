@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from batchspec.config import MAX_MATCH_TOKENS, MAX_SPECULATIVE_TOKENS
-from batchspec.profile.options import ClassOptions, Option
+from batchspec.config import MAX_SPECULATIVE_TOKENS
+from batchspec.ngrams import NUM_GRADES
+from batchspec.profile.options import ClassOptions, Option, Setting
 from batchspec.profile.records import StepCost
 from batchspec.types import Method, Route
 
+# What one class does: its setting, and how deep it proposes by grade.
+Choice = tuple[Setting, dict[int | None, int]]
+NOT_AT_ALL: Choice = ((Method.TARGET_ONLY, 0), {})
+
 # What a position must bring beyond its measured cost, as a share of it: costs are measured too.
-_MARGIN = 0.1
+_MARGIN = 0.05
 
 # A whole step must gain more than this by speculating, else nobody speculates at that occupancy.
 _LEAST_GAIN = 0.005
@@ -48,7 +53,7 @@ def decide(
     plain = occupancy / cost.step_seconds(occupancy, occupancy, context)
     rate, positions = plain, float(occupancy)
     depth_rows = [0.0] * MAX_SPECULATIVE_TOKENS
-    choices: dict[str, tuple[Method, dict[int | None, int]]] = {}
+    choices: dict[str, Choice] = {}
     for _ in range(_ROUNDS):
         per_position = _slope(cost, positions, occupancy, context)
         choices = {
@@ -62,16 +67,17 @@ def decide(
     per_position = _slope(cost, positions, occupancy, context)
     prices = [rate * (per_position + _draft_share(cost, occupancy, rows, context)) for rows in depth_rows]
     if tokens / seconds <= plain * (1 + _LEAST_GAIN):
-        choices = {c.request_class: (Method.TARGET_ONLY, {}) for c in options}
+        choices = {c.request_class: NOT_AT_ALL for c in options}
     return [_decision(c, *choices[c.request_class], occupancy, rate * per_position, prices) for c in options]
 
 
 def _slope(cost: StepCost, positions: float, occupancy: int, context: float) -> float:
-    """Seconds that one more position costs, around here (over a change of a quarter of the rows, at least one), with
-    the margin on top."""
-    change = max(1.0, occupancy / 4)
-    more = cost.step_seconds(occupancy, positions + change, context) - cost.step_seconds(occupancy, positions, context)
-    return max(0.0, more / change) * (1 + _MARGIN)
+    """Seconds that one more position costs, with the margin on top: over all that steps range, since proposals come
+    in bursts and cost is not a straight line."""
+    spread = max(1.0, occupancy / 4, positions - occupancy)
+    low, high = max(float(occupancy), positions - spread), positions + spread
+    more = cost.step_seconds(occupancy, high, context) - cost.step_seconds(occupancy, low, context)
+    return max(0.0, more / (high - low)) * (1 + _MARGIN)
 
 
 def _choose(
@@ -82,16 +88,19 @@ def _choose(
     per_position: float,
     depth_rows: Sequence[float],
     methods: frozenset[Method],
-) -> tuple[Method, dict[int | None, int]]:
-    """The method, and how deep per option, whose expected tokens exceed their cost in tokens by the most."""
-    best: tuple[float, Method, dict[int | None, int]] = (0.0, Method.TARGET_ONLY, {})
-    for method in sorted(methods & c.by_method.keys()):
-        gain, depths = 0.0, {}
+) -> Choice:
+    """The setting, and how deep per option, whose expected tokens exceed their cost in tokens by the most."""
+    best, choice = 0.0, NOT_AT_ALL
+    for setting in sorted(c.by_setting):
+        method = setting[0]
+        if method not in methods:
+            continue
+        gain, depths = 0.0, dict[int | None, int]()
         asks_lookup = method is not Method.DRAFT_MODEL
         gain -= rate * cost.per_lookup if asks_lookup else 0.0
         if method is not Method.PROMPT_LOOKUP:  # a token more or less a step, the prompt is read once
             gain -= rate * cost.draft_prefill_per_token * c.catch_up
-        for option in c.by_method[method]:
+        for option in c.by_setting[setting]:
             depth, worth = 0, 0.0
             running = 0.0
             for position, p in enumerate(option.reach):
@@ -104,11 +113,11 @@ def _choose(
                     depth, worth = position + 1, running
                 elif not option.per_depth:
                     break
-            depths[option.match_tokens] = depth
+            depths[option.grade] = depth
             gain += option.share * worth
-        if gain > best[0] and any(depths.values()):
-            best = (gain, method, depths)
-    return best[1], best[2]
+        if gain > best and any(depths.values()):
+            best, choice = gain, (setting, depths)
+    return choice
 
 
 def _draft_share(cost: StepCost, occupancy: int, rows_so_deep: float, context: float) -> float:
@@ -118,17 +127,17 @@ def _draft_share(cost: StepCost, occupancy: int, rows_so_deep: float, context: f
 
 
 def _expect(
-    options: Sequence[ClassOptions], choices: Mapping[str, tuple[Method, dict[int | None, int]]], occupancy: int
+    options: Sequence[ClassOptions], choices: Mapping[str, Choice], occupancy: int
 ) -> tuple[float, float, list[float], float]:
     """Expected tokens, extra positions, rows drafting at each depth, and rows asking lookup, in a step."""
     tokens, extra, asked = float(occupancy), 0.0, 0.0
     depth_rows = [0.0] * MAX_SPECULATIVE_TOKENS
     for c in options:
-        method, depths = choices[c.request_class]
+        setting, depths = choices[c.request_class]
         rows = c.weight * occupancy
-        asked += rows if method in (Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT) else 0.0
-        for option in c.by_method.get(method, ()):
-            depth = depths.get(option.match_tokens, 0)
+        asked += rows if setting[0] in (Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT) else 0.0
+        for option in c.by_setting.get(setting, ()):
+            depth = depths.get(option.grade, 0)
             tokens += rows * option.share * sum(option.reach[:depth])
             extra += rows * option.share * depth
             if option.per_depth:
@@ -139,35 +148,36 @@ def _expect(
 
 def _decision(
     c: ClassOptions,
-    method: Method,
+    setting: Setting,
     depths: dict[int | None, int],
     occupancy: int,
     break_even: float,
     draft_prices: Sequence[float],
 ) -> Decision:
     """`break_even` is the price of a position that lookup proposes, `draft_prices` those of drafted ones by depth."""
-    used = [o for o in c.by_method.get(method, ()) if depths.get(o.match_tokens, 0)]
+    method, least_match = setting
+    used = [o for o in c.by_setting.get(setting, ()) if depths.get(o.grade, 0)]
     share = sum(o.share for o in used)
     first = sum(o.share * o.reach[0] for o in used) / share if share else _best_first(c)
-    by_match = tuple(depths.get(m, 0) for m in range(MAX_MATCH_TOKENS + 1))
+    by_grade = tuple(depths.get(grade, 0) for grade in range(NUM_GRADES))
     k = max(depths.values(), default=0)
     reason = (
         f"profile: {method.value} pays at {occupancy} live rows"
         if k
         else f"profile: no proposal reaches the break-even of {break_even:.2f} at {occupancy} live rows"
     )
-    proposed = [o.share * depths[o.match_tokens] for o in used]
-    paid = [o.share * sum(_prices(o, depths[o.match_tokens], break_even, draft_prices)) for o in used]
+    proposed = [o.share * depths[o.grade] for o in used]
+    paid = [o.share * sum(_prices(o, depths[o.grade], break_even, draft_prices)) for o in used]
     lookup = method in (Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT)
     route = Route(
         method,
         k,
         reason,
-        min_match_tokens=min_match_tokens(c),
-        num_tokens_by_match=by_match if lookup else (),
+        min_match_tokens=least_match,
+        num_tokens_by_grade=by_grade if lookup else (),
         num_draft_tokens=depths.get(None, 0),
     )
-    tokens_per_step = 1 + sum(o.share * sum(o.reach[: depths.get(o.match_tokens, 0)]) for o in used)
+    tokens_per_step = 1 + sum(o.share * sum(o.reach[: depths.get(o.grade, 0)]) for o in used)
     needed = sum(paid) / sum(proposed) if k else break_even
     return Decision(c.request_class, occupancy, route, needed, first, tokens_per_step)
 
@@ -177,10 +187,4 @@ def _prices(option: Option, depth: int, break_even: float, draft_prices: Sequenc
 
 
 def _best_first(c: ClassOptions) -> float:
-    return max((o.reach[0] for found in c.by_method.values() for o in found if o.reach), default=0.0)
-
-
-def min_match_tokens(c: ClassOptions) -> int:
-    """The least match that was measured: one index serves every occupancy."""
-    found = [o.match_tokens for options in c.by_method.values() for o in options if o.match_tokens is not None]
-    return min(found, default=2)
+    return max((o.reach[0] for found in c.by_setting.values() for o in found if o.reach), default=0.0)

@@ -67,7 +67,7 @@ def measure_profile(
         budget = budget_for_job(budget, scope.job_rows / len(completions))
     say("timing steps")
     timer = EngineTimer(engine, [row.token_ids for row in rows], requests[0].sampling)
-    lookup_seconds = _lookup_seconds(rows, scope.min_match_tokens)
+    lookup_seconds = _lookup_seconds(rows, min(scope.least_matches))
     per_sequence = spent["overhead"] / max(1, steps.num_row_steps)
     limit = budget.left * _TIMING_SHARE
     cost = _step_cost(timer, engine.info.max_batch, per_sequence, lookup_seconds, limit)
@@ -75,7 +75,8 @@ def measure_profile(
     say("replaying drafters")
     acceptance = []
     if scope.methods & {Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT}:
-        acceptance += replay_lookup(rows, scope.max_depth, scope.min_match_tokens)
+        for least_match in scope.least_matches:
+            acceptance += replay_lookup(rows, scope.max_depth, least_match)
     if timer.draft is not None and scope.methods & {Method.DRAFT_MODEL, Method.LOOKUP_THEN_DRAFT}:
         agrees = [
             timer.draft_agrees(row.token_ids, row.num_prompt_tokens, c.request.sampling, c.request.row_key)
@@ -84,7 +85,8 @@ def measure_profile(
         if Method.DRAFT_MODEL in scope.methods:
             acceptance += replay_draft(rows, agrees, scope.max_depth)
         if Method.LOOKUP_THEN_DRAFT in scope.methods:
-            acceptance += replay_draft(rows, agrees, scope.max_depth, scope.min_match_tokens)
+            for least_match in scope.least_matches:
+                acceptance += replay_draft(rows, agrees, scope.max_depth, least_match)
 
     profile = Profile(
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),

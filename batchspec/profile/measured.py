@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import sqrt
 
 from batchspec.profile.acceptance import DecodedRow, replay_lookup
 from batchspec.profile.marginal import Decision, decide
@@ -20,38 +21,50 @@ logger = logging.getLogger(__name__)
 # Proposed tokens over which a class's live acceptance is judged.
 WINDOW_TOKENS = 256
 
+# By how many standard deviations the window must fall short before a method is lost: steps differ by much.
+_SURE = 2.0
+
 # A class that fell back returns when a replay of what it writes beats the break-even by this factor.
 _RETURN_MARGIN = 1.2
 
 
 @dataclass
 class LiveAcceptance:
-    """A class's recent proposals: what they gained against what they had to."""
+    """A class's recent proposals: what they gained against what they had to, over the last steps that proposed
+    `WINDOW_TOKENS` tokens. `squares` sums the squares of each step's gain or loss."""
 
     steps: deque[tuple[int, int, float]] = field(default_factory=deque)
     proposed: int = 0
     accepted: int = 0
     needed: float = 0.0
+    squares: float = 0.0
 
     def add(self, proposed: int, accepted: int, break_even: float) -> None:
-        self.steps.append((proposed, accepted, break_even))
-        self.proposed += proposed
-        self.accepted += accepted
-        self.needed += proposed * break_even
+        self.steps.append((proposed, accepted, proposed * break_even))
+        self._count(*self.steps[-1], 1)
         while self.proposed - self.steps[0][0] >= WINDOW_TOKENS:
-            old_proposed, old_accepted, old_break_even = self.steps.popleft()
-            self.proposed -= old_proposed
-            self.accepted -= old_accepted
-            self.needed -= old_proposed * old_break_even
+            self._count(*self.steps.popleft(), -1)
+
+    def _count(self, proposed: int, accepted: int, needed: float, sign: int) -> None:
+        self.proposed += sign * proposed
+        self.accepted += sign * accepted
+        self.needed += sign * needed
+        self.squares += sign * (accepted - needed) ** 2
 
     @property
     def full(self) -> bool:
         return self.proposed >= WINDOW_TOKENS
 
+    @property
+    def falls_short(self) -> bool:
+        """Whether the proposals surely did not pay: a few long ones that failed say less than many short ones."""
+        return self.full and self.needed - self.accepted > _SURE * sqrt(max(0.0, self.squares))
+
 
 class MeasuredPolicy:
     """Routes by class and live occupancy. A class whose live acceptance falls below the break-even loses the method
-    that it was decoded with; prompt lookup comes back when a replay over what the class writes says it would pay."""
+    that it was decoded with, wherever so little does not pay; prompt lookup comes back when a replay over what the
+    class writes says it would pay."""
 
     def __init__(self, profile: Profile, methods: frozenset[Method], max_batch: int) -> None:
         self._cost = profile.step_cost
@@ -61,7 +74,7 @@ class MeasuredPolicy:
         self._table: dict[tuple[int, frozenset[Method]], Mapping[str, Decision]] = {}
         self._live: dict[str, LiveAcceptance] = {}
         self._replayed: dict[str, LiveAcceptance] = {}
-        self._lost: dict[str, frozenset[Method]] = {}
+        self._lost: dict[str, dict[Method, float]] = {}  # with the acceptance that each was lost for
         self.events: list[str] = []
 
     def decisions(self, occupancy: int, lost: frozenset[Method] = frozenset()) -> Mapping[str, Decision]:
@@ -82,7 +95,14 @@ class MeasuredPolicy:
         return StaticPolicy(by_class.pop(ANY_CLASS), by_class)
 
     def _decision(self, label: str, occupancy: int) -> Decision:
-        decisions = self.decisions(occupancy, self._lost.get(label, frozenset()))
+        decision = self._of(label, self.decisions(occupancy))
+        lost = self._lost.get(label)
+        if not lost:
+            return decision
+        too_little = frozenset(method for method, acceptance in lost.items() if acceptance < decision.break_even)
+        return self._of(label, self.decisions(occupancy, too_little))
+
+    def _of(self, label: str, decisions: Mapping[str, Decision]) -> Decision:
         return decisions.get(label) or decisions[ANY_CLASS]
 
     def observe(self, step: StepReport) -> None:
@@ -91,7 +111,7 @@ class MeasuredPolicy:
             decision = self._decision(label, step.num_live)
             live = self._live.setdefault(label, LiveAcceptance())
             live.add(proposed, accepted, decision.break_even)
-            if live.full and live.accepted < live.needed and decision.route.method is not Method.TARGET_ONLY:
+            if live.falls_short and decision.route.method is not Method.TARGET_ONLY:
                 self._lose(label, decision.route.method, live)
         for request_class, token_ids, num_prompt_tokens in step.retired:
             label = label_of(request_class)
@@ -99,29 +119,27 @@ class MeasuredPolicy:
                 self._replay(label, DecodedRow(label, tuple(token_ids), num_prompt_tokens), step.num_live)
 
     def _lose(self, label: str, method: Method, live: LiveAcceptance) -> None:
-        self._lost[label] = self._lost.get(label, frozenset()) | {method}
+        self._lost.setdefault(label, {})[method] = live.accepted / live.proposed
         self._event(
             f"{label}: {live.accepted} of the last {live.proposed} proposed tokens were accepted, "
-            f"{live.needed:.0f} would pay; no more {method.value} from here"
+            f"{live.needed:.0f} would pay; no more {method.value} where so few do not"
         )
         self._live[label] = LiveAcceptance()
 
     def _replay(self, label: str, row: DecodedRow, occupancy: int) -> None:
         """Judge prompt lookup on a row that was decoded without it: as it would propose, every proposed token counted,
         as in a live step."""
-        with_lookup = self._lost[label] - {Method.PROMPT_LOOKUP}
-        decisions = self.decisions(occupancy, with_lookup)
-        decision = decisions.get(label) or decisions[ANY_CLASS]
+        decision = self._of(label, self.decisions(occupancy, frozenset(self._lost[label]) - {Method.PROMPT_LOOKUP}))
         route = decision.route
         if route.method is not Method.PROMPT_LOOKUP:
             return
         replayed = self._replayed.setdefault(label, LiveAcceptance())
         for cell in replay_lookup([row], route.num_speculative_tokens, route.min_match_tokens):
-            k = route.tokens_for_match(cell.match_tokens or 0)
+            k = 0 if cell.grade is None else route.tokens_for_match(cell.grade)
             if k and cell.num_steps:
                 replayed.add(k * cell.num_steps, sum(cell.accepted_per_pos[:k]), decision.break_even)
         if replayed.full and replayed.accepted > replayed.needed * _RETURN_MARGIN:
-            self._lost[label] = with_lookup
+            del self._lost[label][Method.PROMPT_LOOKUP]
             del self._replayed[label]
             self._live[label] = LiveAcceptance()
             self._event(f"{label}: replayed proposals pay again; prompt_lookup from here")

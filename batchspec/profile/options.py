@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -10,33 +11,38 @@ from batchspec.config import MAX_SPECULATIVE_TOKENS
 from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.records import AcceptanceCell, Profile
 from batchspec.stats import add_per_pos
-from batchspec.types import Method
+from batchspec.types import Method, Route
 
 # Conditional acceptance is pulled towards the mean over classes with the weight of this many observations, and then
-# lowered by this many standard deviations.
-_PRIOR_WEIGHT = 8.0
-_DOUBT = 1.0
+# lowered by this many standard deviations: enough that a cell without evidence does not lead.
+_PRIOR_WEIGHT = 20.0
+_DOUBT = 0.5
+
+
+# A method, and the least match from which its prompt lookup proposes (0: it has none).
+Setting = tuple[Method, int]
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way of proposing for a class: `share` of its steps propose here, P_1 >= P_2 >= ... by position.
+    """One way of proposing for a class: `share` of its steps propose here, P_1 >= P_2 >= ... by position. `grade` is
+    that of the match that proposes, None for a draft model.
 
     `per_depth` says whether each position costs a forward of the draft model for the rows that draft so deep.
     """
 
     share: float
     reach: tuple[float, ...]
-    match_tokens: int | None
+    grade: int | None
 
     @property
     def per_depth(self) -> bool:
-        return self.match_tokens is None
+        return self.grade is None
 
 
 @dataclass(frozen=True)
 class ClassOptions:
-    """What is known of a class: its weight among live rows, its mean sizes, and per method the options that make it up.
+    """What is known of a class: its weight among live rows, its mean sizes, and the options of every setting.
 
     `catch_up` is what a row brings for a draft model to read: prompt tokens per token that it writes.
     """
@@ -44,8 +50,16 @@ class ClassOptions:
     request_class: str
     weight: float
     context_tokens: float
-    by_method: Mapping[Method, tuple[Option, ...]]
+    by_setting: Mapping[Setting, tuple[Option, ...]]
     catch_up: float = 0.0
+
+    def of_route(self, route: Route) -> tuple[Option, ...]:
+        """The options of the setting measured that is nearest to the route's: its method, the same least match or the
+        next lower one."""
+        least = [
+            least for method, least in self.by_setting if method is route.method and least <= route.min_match_tokens
+        ]
+        return self.by_setting[route.method, max(least)] if least else ()
 
 
 def class_options(profile: Profile, doubt: float = _DOUBT) -> tuple[ClassOptions, ...]:
@@ -55,20 +69,21 @@ def class_options(profile: Profile, doubt: float = _DOUBT) -> tuple[ClassOptions
     pooled = _pool(profile.acceptance)
     options = []
     for sample in profile.samples:
-        by_method: dict[Method, list[Option]] = {}
+        by_setting: dict[Setting, list[Option]] = {}
         for cell in profile.acceptance:
             if cell.request_class == sample.request_class and cell.num_class_steps:
                 share = cell.num_steps / cell.num_class_steps
-                reach = _reach(cell, pooled[(cell.method, cell.match_tokens)], doubt)
-                by_method.setdefault(Method(cell.method), []).append(Option(share, reach, cell.match_tokens))
-        if Method.LOOKUP_THEN_DRAFT in by_method:
-            by_method[Method.LOOKUP_THEN_DRAFT] += by_method.get(Method.PROMPT_LOOKUP, [])
+                reach = _reach(cell, pooled[_kind(cell)], doubt)
+                by_setting.setdefault(_setting(cell), []).append(Option(share, reach, cell.grade))
+        for method, least in by_setting:
+            if method is Method.LOOKUP_THEN_DRAFT:
+                by_setting[method, least] += by_setting.get((Method.PROMPT_LOOKUP, least), [])
         options.append(
             ClassOptions(
                 sample.request_class,
                 sum(sample.output_tokens) / max(1, total_steps),
                 sample.mean_context_tokens,
-                {method: tuple(found) for method, found in by_method.items()},
+                {setting: tuple(found) for setting, found in by_setting.items()},
                 sum(sample.input_tokens) / max(1, sum(sample.output_tokens)),
             )
         )
@@ -77,16 +92,13 @@ def class_options(profile: Profile, doubt: float = _DOUBT) -> tuple[ClassOptions
 
 def any_class(profile: Profile, doubt: float = _DOUBT) -> ClassOptions:
     """All classes together, for rows of a class that was not measured. Weighs nothing in the usual mix."""
-    merged: dict[tuple[str, int | None], AcceptanceCell] = {}
+    merged: dict[tuple[Setting, int | None], AcceptanceCell] = {}
+    steps: dict[Setting, dict[str, int]] = defaultdict(dict)
     for cell in profile.acceptance:
-        key = (cell.method, cell.match_tokens)
-        before = merged.get(key)
-        merged[key] = replace(cell, request_class=ANY_CLASS) if before is None else _add(before, cell)
-    total_steps = {m: 0 for m, _ in merged}
-    for method in total_steps:
-        by_class = {c.request_class: c.num_class_steps for c in profile.acceptance if c.method == method}
-        total_steps[method] = sum(by_class.values())
-    cells = tuple(replace(cell, num_class_steps=total_steps[method]) for (method, _), cell in merged.items())
+        key = _kind(cell)
+        merged[key] = _add(merged[key], cell) if key in merged else replace(cell, request_class=ANY_CLASS)
+        steps[_setting(cell)][cell.request_class] = cell.num_class_steps
+    cells = tuple(replace(cell, num_class_steps=sum(steps[_setting(cell)].values())) for cell in merged.values())
     samples = [s for s in profile.samples if s.num_rows]
     sample = replace(
         samples[0],
@@ -98,6 +110,14 @@ def any_class(profile: Profile, doubt: float = _DOUBT) -> ClassOptions:
     return replace(pooled[0], weight=0.0)
 
 
+def _setting(cell: AcceptanceCell) -> Setting:
+    return Method(cell.method), cell.min_match_tokens or 0
+
+
+def _kind(cell: AcceptanceCell) -> tuple[Setting, int | None]:
+    return _setting(cell), cell.grade
+
+
 def _add(left: AcceptanceCell, right: AcceptanceCell) -> AcceptanceCell:
     return replace(
         left,
@@ -107,11 +127,11 @@ def _add(left: AcceptanceCell, right: AcceptanceCell) -> AcceptanceCell:
     )
 
 
-def _pool(cells: Sequence[AcceptanceCell]) -> dict[tuple[str, int | None], tuple[float, ...]]:
+def _pool(cells: Sequence[AcceptanceCell]) -> dict[tuple[Setting, int | None], tuple[float, ...]]:
     """Conditional acceptance per position over all classes: what a class with few observations is pulled to."""
-    sums: dict[tuple[str, int | None], list[list[float]]] = {}
+    sums: dict[tuple[Setting, int | None], list[list[float]]] = {}
     for cell in cells:
-        table = sums.setdefault((cell.method, cell.match_tokens), [[0.0, 0.0] for _ in range(MAX_SPECULATIVE_TOKENS)])
+        table = sums.setdefault(_kind(cell), [[0.0, 0.0] for _ in range(MAX_SPECULATIVE_TOKENS)])
         for position, (accepted, rejected) in enumerate(_counts(cell)):
             table[position][0] += accepted
             table[position][1] += accepted + rejected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from batchspec.profile.marginal import min_match_tokens
 from batchspec.profile.options import ClassOptions, class_options
 from batchspec.profile.policy import StaticPolicy
 from batchspec.profile.predict import throughput
@@ -28,12 +27,12 @@ def phase_routes(profile: Profile, methods: frozenset[Method], max_batch: int, n
     tokens = {s.request_class: scale * sum(s.output_tokens) for s in profile.samples}
     best: tuple[float, dict[str, Route]] = (profile.load_seconds, {})
     classes = class_options(profile)
-    for method in sorted(methods):
+    for method, least_match in sorted({setting for c in classes for setting in c.by_setting}):
         for k in _DEPTHS:
-            if k > _deepest(profile, method):
+            if method not in methods or k > _deepest(profile, method):
                 continue
             reason = f"profile: {method.value} pays at {max_batch} live rows"
-            route = Route(method, k, reason, min(map(min_match_tokens, classes)))
+            route = Route(method, k, reason, least_match)
             saved = {
                 c.request_class: tokens[c.request_class] * _saved_per_token(profile.step_cost, c, max_batch, route)
                 for c in classes

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from batchspec.config import MAX_SPECULATIVE_TOKENS
+from batchspec.ngrams import grade_of
 from batchspec.profile.options import ClassOptions, Option, any_class, class_options
 from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.records import ClassSample, Profile, StepCost
@@ -49,9 +50,8 @@ def predicted_tokens_per_step(profile: Profile, routes: Mapping[str, Route]) -> 
 
 def expected_step(c: ClassOptions, route: Route) -> Step:
     """What a route gives a class per step, by its measured acceptance."""
-    found = [] if route.method is Method.TARGET_ONLY else list(c.by_method.get(route.method, ()))
     tokens, positions, depths = 1.0, 1.0, [0.0] * MAX_SPECULATIVE_TOKENS
-    for option in found:
+    for option in c.of_route(route):
         k = _depth(option, route)
         tokens += option.share * sum(option.reach[:k])
         positions += option.share * k
@@ -86,10 +86,9 @@ def throughput(
 
 def _depth(option: Option, route: Route) -> int:
     k = route.num_speculative_tokens
-    if option.match_tokens is not None:
-        return (
-            min(k, route.tokens_for_match(option.match_tokens)) if option.match_tokens >= route.min_match_tokens else 0
-        )
+    if option.grade is not None:
+        matches = option.grade >= grade_of(route.min_match_tokens, 0)
+        return min(k, route.tokens_for_match(option.grade)) if matches else 0
     return k if route.num_draft_tokens is None else min(k, route.num_draft_tokens)
 
 

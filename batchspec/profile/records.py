@@ -6,7 +6,9 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-PROFILE_VERSION = 1
+from batchspec.ngrams import grade_of
+
+PROFILE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,27 @@ class ClassSample:
 class AcceptanceCell:
     """How proposals of one method fared in one class, replayed over exact outputs.
 
-    `match_tokens` tells prompt lookup's cells apart (None for a draft model). `num_steps` of the class's
+    `match_tokens` and `match_support` (batchspec.ngrams.Support) tell prompt lookup's cells apart (None for a draft
+    model). Steps depend on what is proposed in those before: every least match, `min_match_tokens`, has cells of its
+    own (None for a draft model alone). `num_steps` of the class's
     `num_class_steps` target steps proposed something in this cell; `accepted_per_pos` and `rejections_per_pos` count
     judged positions. A draft model's cell of method lookup_then_draft holds the steps in which lookup found nothing.
     """
 
     request_class: str
     method: str
+    min_match_tokens: int | None
     match_tokens: int | None
+    match_support: int | None
     num_class_steps: int
     num_steps: int
     accepted_per_pos: tuple[int, ...]
     rejections_per_pos: tuple[int, ...]
+
+    @property
+    def grade(self) -> int | None:
+        """The grade of the match that proposed; None for a draft model."""
+        return None if self.match_tokens is None else grade_of(self.match_tokens, self.match_support or 0)
 
 
 @dataclass(frozen=True)

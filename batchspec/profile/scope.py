@@ -12,12 +12,12 @@ from batchspec.types import Method, Request
 
 @dataclass(frozen=True)
 class Scope:
-    """What to measure: the methods, how many tokens they propose at most, and the least match of prompt lookup. A job
+    """What to measure: the methods, how many tokens they propose at most, and the least matches of prompt lookup. A job
     of `job_rows` (None: any) must be worth it."""
 
     methods: frozenset[Method]
     max_depth: int = 8
-    min_match_tokens: int = 2
+    least_matches: tuple[int, ...] = (1, 2)
     budget_seconds: float = 120.0
     job_rows: int | None = None
 

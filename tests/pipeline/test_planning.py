@@ -43,7 +43,7 @@ def config(tmp_path: Path) -> RunConfig:
             max_batch=4,
             max_new_tokens=40,
             samples=(ClassSample("copy", (8,) * 9, (40,) * 9), ClassSample("write", (8,) * 9, (40,) * 9)),
-            acceptance=(AcceptanceCell("copy", "prompt_lookup", 3, 500, 500, (480, 470), (20, 10)),),
+            acceptance=(AcceptanceCell("copy", "prompt_lookup", 2, 3, 1, 500, 500, (480, 470), (20, 10)),),
             step_cost=StepCost(Curve((1, 256), (0.101, 0.356)), 0.0, 0.0, 0.0, 0.0, 0.0),
             load_seconds=10.0,
         ),

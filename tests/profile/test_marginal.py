@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from batchspec.errors import MismatchError, UsageError
+from batchspec.ngrams import Support, grade_of
 from batchspec.profile.acceptance import DecodedRow, replay_draft, replay_lookup
 from batchspec.profile.marginal import Decision, decide
 from batchspec.profile.measured import WINDOW_TOKENS, MeasuredPolicy
@@ -20,6 +21,7 @@ from batchspec.profile.show import format_profile, verdict
 from batchspec.profile.store import fingerprint_differences, load_profile, refuse_stale_profile, save_profile
 from batchspec.types import Method, Route, StepReport
 
+GRADE = grade_of(3, Support.ALONE)
 LOOKUP = frozenset({Method.PROMPT_LOOKUP})
 ALL = frozenset({Method.PROMPT_LOOKUP, Method.DRAFT_MODEL, Method.LOOKUP_THEN_DRAFT})
 
@@ -28,7 +30,7 @@ COST = StepCost(Curve((1, 256), (0.021, 0.276)), 0.0, 0.0, 0.0, 0.0, 0.001)
 
 
 def lookup_class(reach: tuple[float, ...], share: float = 1.0) -> ClassOptions:
-    return ClassOptions("c", 1.0, 100.0, {Method.PROMPT_LOOKUP: (Option(share, reach, 3),)})
+    return ClassOptions("c", 1.0, 100.0, {(Method.PROMPT_LOOKUP, 2): (Option(share, reach, GRADE),)})
 
 
 def one(options: ClassOptions, occupancy: int, cost: StepCost = COST, methods: frozenset[Method] = LOOKUP) -> Any:
@@ -61,7 +63,7 @@ def test_proposals_shorten_as_load_rises() -> None:
 
 def test_the_break_even_is_the_price_of_a_position_in_tokens() -> None:
     decision = one(lookup_class((0.0,)), 1)
-    assert decision.break_even == pytest.approx(1.1 * 0.001 / 0.021, rel=0.01)
+    assert decision.break_even == pytest.approx(1.05 * 0.001 / 0.021, rel=0.01)
 
 
 def test_longer_contexts_raise_the_break_even() -> None:
@@ -72,7 +74,7 @@ def test_longer_contexts_raise_the_break_even() -> None:
 
 
 def test_m08_a_slow_draft_is_not_used_however_often_it_is_right() -> None:
-    options = ClassOptions("c", 1.0, 100.0, {Method.DRAFT_MODEL: (Option(1.0, (0.9, 0.81, 0.73), None),)})
+    options = ClassOptions("c", 1.0, 100.0, {(Method.DRAFT_MODEL, 0): (Option(1.0, (0.9, 0.81, 0.73), None),)})
     slow = replace(COST, draft=Curve((1, 64), (0.05, 0.05)))
     fast = replace(COST, draft=Curve((1, 64), (0.002, 0.002)))
     assert one(options, 1, slow, ALL).route.method is Method.TARGET_ONLY
@@ -87,14 +89,17 @@ def test_lookup_then_draft_goes_as_deep_as_each_source_pays() -> None:
         1.0,
         100.0,
         {
-            Method.PROMPT_LOOKUP: (Option(0.3, (0.9, 0.85, 0.8, 0.75), 4),),
-            Method.LOOKUP_THEN_DRAFT: (Option(0.7, (0.8, 0.5, 0.1), None), Option(0.3, (0.9, 0.85, 0.8, 0.75), 4)),
+            (Method.PROMPT_LOOKUP, 2): (Option(0.3, (0.9, 0.85, 0.8, 0.75), GRADE),),
+            (Method.LOOKUP_THEN_DRAFT, 2): (
+                Option(0.7, (0.8, 0.5, 0.1), None),
+                Option(0.3, (0.9, 0.85, 0.8, 0.75), GRADE),
+            ),
         },
     )
     route = one(options, 1, replace(COST, draft=Curve((1, 64), (0.003, 0.003))), ALL).route
     assert route.method is Method.LOOKUP_THEN_DRAFT
     assert route.num_draft_tokens == 2
-    assert route.tokens_for_match(4) == 4
+    assert route.tokens_for_match(GRADE) == 4
 
 
 # --- acceptance by replay ---------------------------------------------------------------------------------------
@@ -104,14 +109,14 @@ def test_replay_counts_steps_proposals_and_first_rejections() -> None:
     row = DecodedRow("c", (1, 2, 3, 4, 1, 2, 3, 9, 5), 4)
     # outputs 1 2 3 9 5: the first comes with the prefill; after (1) nothing matches two; after (1 2): 3 then 4, wrong
     assert replay_lookup([row], max_tokens=2, min_match_tokens=2) == [
-        AcceptanceCell("c", "prompt_lookup", 2, 3, 1, (1, 0), (0, 1))
+        AcceptanceCell("c", "prompt_lookup", 2, 2, 1, 3, 1, (1, 0), (0, 1))
     ]
 
 
 def test_a_draft_is_judged_up_to_its_first_wrong_token() -> None:
     row = DecodedRow("c", (7, 1, 2, 3, 4, 5, 6), 1)
     assert replay_draft([row], [[True, True, True, False, True, True]], max_tokens=3) == [
-        AcceptanceCell("c", "draft_model", None, 2, 2, (2, 1, 0), (0, 0, 1))
+        AcceptanceCell("c", "draft_model", None, None, None, 2, 2, (2, 1, 0), (0, 0, 1))
     ]
 
 
@@ -127,8 +132,8 @@ def profile_of(**changes: Any) -> Profile:
         max_new_tokens=64,
         samples=(ClassSample("copy", (50,) * 9, (60,) * 9), ClassSample("write", (20,) * 9, (60,) * 9)),
         acceptance=(
-            AcceptanceCell("copy", "prompt_lookup", 3, 500, 400, (380, 370, 360), (20, 10, 10)),
-            AcceptanceCell("write", "prompt_lookup", 3, 500, 40, (2, 0), (38, 2)),
+            AcceptanceCell("copy", "prompt_lookup", 2, 3, 1, 500, 400, (380, 370, 360), (20, 10, 10)),
+            AcceptanceCell("write", "prompt_lookup", 2, 3, 1, 500, 40, (2, 0), (38, 2)),
         ),
         step_cost=COST,
     )
@@ -165,14 +170,14 @@ def test_classes_are_routed_apart_and_unknown_ones_by_all_together() -> None:
 
 def test_few_observations_count_against_speculation() -> None:
     few = replace(profile_of().acceptance[0], num_steps=4, accepted_per_pos=(3, 3, 3), rejections_per_pos=(1, 0, 0))
-    many = class_options(profile_of())[0].by_method[Method.PROMPT_LOOKUP][0].reach
+    many = class_options(profile_of())[0].by_setting[Method.PROMPT_LOOKUP, 2][0].reach
     doubted = class_options(profile_of(acceptance=(few, profile_of().acceptance[1])))[0]
-    assert doubted.by_method[Method.PROMPT_LOOKUP][0].reach[0] < 0.75
+    assert doubted.by_setting[Method.PROMPT_LOOKUP, 2][0].reach[0] < 0.75
     assert many[0] > 0.9
 
 
 def test_a_class_that_stops_paying_falls_back_within_a_window_and_returns_by_replay() -> None:
-    long_matches = tuple(replace(cell, match_tokens=8) for cell in profile_of().acceptance)
+    long_matches = tuple(replace(cell, match_tokens=8, match_support=2) for cell in profile_of().acceptance)
     policy = MeasuredPolicy(profile_of(acceptance=long_matches), LOOKUP, 32)
     for _ in range(WINDOW_TOKENS // 3 + 1):
         policy.observe(StepReport(8, 1, 0.01, drafts=[("copy", 3, 0)]))
@@ -188,10 +193,10 @@ def test_a_class_that_stops_paying_falls_back_within_a_window_and_returns_by_rep
 
 def test_replay_counts_what_would_be_proposed_as_a_live_step_does() -> None:
     """Half right at k=4: 0.23 of the proposed tokens hold, in a live step and in a replay alike."""
-    long_matches = tuple(replace(cell, match_tokens=2) for cell in profile_of().acceptance)
+    long_matches = tuple(replace(cell, match_tokens=2, match_support=2) for cell in profile_of().acceptance)
     dear = replace(COST, target=Curve((1, 256), (0.021, 2.0)))
     policy = MeasuredPolicy(profile_of(acceptance=long_matches, step_cost=dear), LOOKUP, 32)
-    k = policy.route("copy", 1).tokens_for_match(2)
+    k = policy.route("copy", 1).tokens_for_match(grade_of(2, Support.AGREED))
     assert k > 1
     for _ in range(WINDOW_TOKENS // k + 1):
         policy.observe(StepReport(1, 1, 0.01, drafts=[("copy", k, 0)]))
@@ -204,8 +209,8 @@ def test_replay_counts_what_would_be_proposed_as_a_live_step_does() -> None:
 
 
 def test_a_draft_that_fails_is_lost_and_lookup_takes_over() -> None:
-    drafted = AcceptanceCell("copy", "draft_model", None, 500, 500, (490, 480, 470), (10, 10, 10))
-    looked_up = AcceptanceCell("copy", "prompt_lookup", 8, 500, 200, (150, 120, 100), (50, 30, 20))
+    drafted = AcceptanceCell("copy", "draft_model", None, None, None, 500, 500, (490, 480, 470), (10, 10, 10))
+    looked_up = AcceptanceCell("copy", "prompt_lookup", 2, 8, 1, 500, 200, (150, 120, 100), (50, 30, 20))
     cost = replace(COST, draft=Curve((1, 64), (0.003, 0.003)))
     policy = MeasuredPolicy(profile_of(acceptance=(drafted, looked_up), step_cost=cost), ALL, 32)
     decision = policy.decisions(1)["copy"]
@@ -219,7 +224,7 @@ def test_a_draft_that_fails_is_lost_and_lookup_takes_over() -> None:
 
 
 def test_reading_long_prompts_for_short_answers_counts_against_a_draft_model() -> None:
-    options = ClassOptions("c", 1.0, 1000.0, {Method.DRAFT_MODEL: (Option(1.0, (0.8, 0.6), None),)})
+    options = ClassOptions("c", 1.0, 1000.0, {(Method.DRAFT_MODEL, 0): (Option(1.0, (0.8, 0.6), None),)})
     cost = replace(COST, draft=Curve((1, 64), (0.002, 0.002)), draft_prefill_per_token=0.001)
     assert one(options, 1, cost, ALL).route.method is Method.DRAFT_MODEL
     assert one(replace(options, catch_up=25.0), 1, cost, ALL).route.method is Method.TARGET_ONLY
@@ -244,7 +249,7 @@ def decided(speculates: bool, occupancy: int) -> Decision:
 
 def test_the_verdict_comes_first() -> None:
     shown = format_profile(profile_of(), LOOKUP)
-    assert shown.startswith("2 of 2 classes speculate up to 1 live rows; at 32 still 1.")
+    assert shown.startswith("2 of 2 classes speculate up to 2 live rows; at 32 still 1.")
     assert max(map(len, shown.splitlines())) <= 100
     table = [{"a": decided(k > n, n), "b": decided(False, n)} for n in (1, 2, 4) for k in (3,)]
     assert (

@@ -26,8 +26,8 @@ def copying(accepted: int, per_lookup: float = 0.0, load_seconds: float = 10.0) 
     """Two classes at a batch of 8: of 500 proposals in `copy` so many hold at each of two positions, in `write` none;
     a step takes 100 ms and 1 ms per position."""
     cells = (
-        AcceptanceCell("copy", "prompt_lookup", 2, 500, 500, (accepted, accepted), (500 - accepted, 0)),
-        AcceptanceCell("write", "prompt_lookup", 2, 500, 500, (0, 0), (500, 0)),
+        AcceptanceCell("copy", "prompt_lookup", 2, 2, 1, 500, 500, (accepted, accepted), (500 - accepted, 0)),
+        AcceptanceCell("write", "prompt_lookup", 2, 2, 1, 500, 500, (0, 0), (500, 0)),
     )
     return Profile(
         created_at="2026-01-01T00:00:00+00:00",

@@ -30,11 +30,10 @@ class PromptLookupDrafter:
         match = index.longest_match(row.token_ids)
         if match is None:
             return NO_PROPOSAL
-        follower, match_tokens = match
-        count = min(row.num_tokens, row.route.tokens_for_match(match_tokens))
+        count = min(row.num_tokens, row.route.tokens_for_match(match.grade))
         if count <= 0:
             return NO_PROPOSAL
-        return Proposal(continuation(row.token_ids, follower, count), from_lookup=True)
+        return Proposal(continuation(row.token_ids, match.follower, count), from_lookup=True)
 
     def forget(self, row_index: int) -> None:
         self._indexes.pop(row_index, None)
