@@ -17,7 +17,7 @@ from batchspec.engine.packed import Segment
 from batchspec.engine.sampling import SampledRow, Sampler
 from batchspec.types import Method, SamplingParams
 
-_MOST_ROUNDS = 5
+_MOST_ROUNDS = 15
 
 # (sequences, positions per sequence, tokens of context before them, prefill)
 Shape = tuple[int, int, int, bool]
