@@ -19,7 +19,7 @@ from batchspec.engine.load import library_versions
 from batchspec.engine.model import wrap_model
 from batchspec.engine.sampling import Sampler
 from batchspec.errors import UnsupportedModelError
-from batchspec.ngrams import NgramIndex, continuation
+from batchspec.ngrams import NUM_GRADES, Match, NgramIndex, Support, continuation, grade_of
 from batchspec.types import DraftRow, Method, Proposal, Request, Route, RowFailure, SamplingParams, StepReport
 from tests.engine.tiny import (
     SHAPE,
@@ -91,6 +91,24 @@ def test_the_index_finds_the_longest_match(tokens: list[int], n: int, split: int
     index.extend(tokens)
     match = index.longest_match(tokens)
     assert (match[1] if match else 0) == longest_match_by_search(tokens, n)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3, 9, 1, 2], Match(2, 2, Support.ALONE)),
+        ([1, 2, 3, 1, 2, 3, 1, 2], Match(5, 5, Support.AGREED)),
+        ([8, 1, 2, 3, 9, 1, 2, 4, 7, 1, 2], Match(7, 2, Support.CONTRADICTED)),
+        # the short match of long ago says nothing beside one that is longer by more than four tokens
+        ([5, 6, 9, 0, 1, 2, 3, 4, 5, 6, 8, 7, 1, 2, 3, 4, 5, 6], Match(10, 6, Support.CONTRADICTED)),
+        ([5, 6, 9, 0, 1, 2, 3, 4, 3, 5, 6, 8, 0, 1, 2, 3, 4, 3, 5, 6], Match(11, 8, Support.ALONE)),
+    ],
+)
+def test_a_match_tells_what_the_other_places_say(tokens: list[int], expected: Match) -> None:
+    index = NgramIndex(2)
+    index.extend(tokens)
+    assert index.longest_match(tokens) == expected
+    assert grade_of(8, Support.AGREED) == NUM_GRADES - 1
 
 
 @pytest.mark.parametrize(

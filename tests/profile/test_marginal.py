@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,28 @@ def test_a_class_that_stops_paying_falls_back_within_a_window_and_returns_by_rep
         policy.observe(StepReport(8, 8, 0.01, retired=[("copy", repeating, 10)]))
     assert policy.route("copy", 1).method is Method.PROMPT_LOOKUP
     assert len(policy.events) == 2
+
+
+def test_a_class_that_falls_back_under_load_still_speculates_where_little_pays() -> None:
+    policy = MeasuredPolicy(profile_of(), LOOKUP, 32)
+    needed = policy.decisions(32)["copy"].break_even
+    assert policy.decisions(1)["copy"].break_even < 0.25 < needed
+    for _ in range(WINDOW_TOKENS):
+        policy.observe(StepReport(32, 1, 0.01, drafts=[("copy", 4, 1)]))
+    assert len(policy.events) == 1
+    assert policy.route("copy", 32).method is Method.TARGET_ONLY
+    assert policy.route("copy", 1).method is Method.PROMPT_LOOKUP
+
+
+def test_chance_alone_makes_no_class_fall_back() -> None:
+    """Proposals of eight that hold wholly or not at all, a tenth more often than pays: many a window is below the
+    line."""
+    policy = MeasuredPolicy(profile_of(), LOOKUP, 32)
+    share = policy.decisions(32)["copy"].break_even + 0.1
+    draws = random.Random(1)
+    for _ in range(2000):
+        policy.observe(StepReport(32, 1, 0.01, drafts=[("copy", 8, 8 if draws.random() < share else 0)]))
+    assert policy.events == []
 
 
 def test_replay_counts_what_would_be_proposed_as_a_live_step_does() -> None:
