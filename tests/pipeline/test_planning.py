@@ -12,10 +12,10 @@ import pytest
 
 from batchspec.config import EngineConfig, InputConfig, RouteConfig, RunConfig, RunOptions
 from batchspec.errors import CostLimitExceeded, MismatchError, UsageError
-from batchspec.pipeline.planning import plan_job, refuse_expensive
+from batchspec.pipeline.planning import compare_engines, compared, plan_job, refuse_expensive
 from batchspec.pipeline.profiling import build_policy, check_profile, run_fingerprint
 from batchspec.profile.records import AcceptanceCell, ClassSample, Curve, Profile, StepCost
-from batchspec.profile.store import save_profile
+from batchspec.profile.store import load_profile, save_profile
 from batchspec.types import Method, SamplingParams
 from tests.engine.tiny import ARCHITECTURES, byte_tokenizer
 
@@ -90,3 +90,27 @@ def test_a_profile_of_something_else_is_refused_or_leaves_the_run_target_only(co
     accepted = check_profile(replace(other, routes=replace(other.routes, accept_stale_profile=True)))
     assert build_policy(accepted).route("copy", 1).method is Method.TARGET_ONLY
     assert build_policy(check_profile(config)).route("copy", 1).method is Method.PROMPT_LOOKUP
+
+
+def test_plans_of_two_engines_are_compared(config: RunConfig, tmp_path: Path) -> None:
+    torch_plan = plan_job(config)
+    profile = load_profile(tmp_path / "profile.json")
+    other = tmp_path / "vllm.json"
+    fingerprint = profile.fingerprint | {"engine": "vllm", "vllm": "0.32.0", "torch": "another"}
+    halved = replace(profile.step_cost, target=Curve((1, 256), (0.0505, 0.178)))
+    save_profile(replace(profile, fingerprint=fingerprint, step_cost=halved), other)
+    (vllm_plan,) = compare_engines(config, [str(other)])
+    assert vllm_plan.engine == "vllm"
+    assert vllm_plan.target_only_seconds - 10 == pytest.approx((torch_plan.target_only_seconds - 10) / 2, rel=0.02)
+    # copy speculates in an engine of its own, which is loaded, too
+    assert vllm_plan.routes["copy"].startswith("prompt_lookup")
+    assert vllm_plan.routes["write"] == "target_only"
+    assert compared([torch_plan, vllm_plan]).startswith("fastest: vllm\n")
+
+
+def test_a_profile_of_another_model_is_not_compared(config: RunConfig, tmp_path: Path) -> None:
+    profile = load_profile(tmp_path / "profile.json")
+    other = tmp_path / "vllm.json"
+    save_profile(replace(profile, fingerprint=profile.fingerprint | {"engine": "vllm", "target_config": "x"}), other)
+    with pytest.raises(MismatchError, match="target_config: profile x"):
+        compare_engines(config, [str(other)])
