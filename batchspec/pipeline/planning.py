@@ -19,7 +19,7 @@ from batchspec.pipeline.measuring import readable_rows
 from batchspec.pipeline.models import locate_models
 from batchspec.pipeline.profiling import available_methods, check_profile, run_fingerprint, settled_routes
 from batchspec.profile.measured import MeasuredPolicy
-from batchspec.profile.policy import ANY_CLASS
+from batchspec.profile.policy import ANY_CLASS, setting_name
 from batchspec.profile.predict import predict_seconds
 from batchspec.profile.records import ClassSample, Profile
 from batchspec.profile.store import fingerprint_differences, load_profile
@@ -117,9 +117,7 @@ def _plan(config: RunConfig, profile: Profile, num_rows: int) -> JobPlan:
     batch, plain = config.engine.max_batch, Route(Method.TARGET_ONLY)
     in_phases = config.engine.engine == "vllm"
     policy: RoutePolicy = (
-        settled_routes(config, num_rows)
-        if in_phases
-        else MeasuredPolicy(profile, available_methods(config), config.engine.max_batch)
+        settled_routes(config, num_rows) if in_phases else MeasuredPolicy(profile, available_methods(config), batch)
     )
     places = worker_places(config)
 
@@ -136,7 +134,7 @@ def _plan(config: RunConfig, profile: Profile, num_rows: int) -> JobPlan:
     saving = 1 - seconds / target_only
     price, num_devices = config.run.price_per_hour, sum(place.device_share for place in places)
     low, high = seconds / (1 + spread), seconds * (1 + spread)
-    shown = {sample.request_class: _named(policy.route(sample.request_class, batch)) for sample in samples}
+    shown = {sample.request_class: setting_name(policy.route(sample.request_class, batch)) for sample in samples}
     return JobPlan(
         engine=config.engine.engine,
         rows=num_rows,
@@ -177,11 +175,6 @@ def refuse_expensive(plan: JobPlan, max_cost_usd: float | None) -> None:
         raise CostLimitExceeded(
             f"the job is expected to cost {plan.cost_usd:.4f} USD, above --max-cost-usd {max_cost_usd:g}"
         )
-
-
-def _named(route: Route) -> str:
-    k = route.num_speculative_tokens
-    return f"{route.method.value} k={k}" if k else route.method.value
 
 
 def _expected_rows(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from batchspec.profile.acceptance import replay_lookup
+from batchspec.profile.policy import setting_name
 from batchspec.profile.predict import predict_seconds
 from batchspec.profile.records import AcceptanceCell, Curve, Profile, StepCost, Trial
 from batchspec.profile.route_run import RouteRun, StepTime
@@ -126,7 +127,5 @@ def _counted(run: RouteRun, requests: Sequence[Request]) -> list[AcceptanceCell]
 
 def _trial(profile: Profile, run: RouteRun) -> Trial:
     """The engine's run of the sample, beside what the profile says of it."""
-    k = run.route.num_speculative_tokens
-    setting = f"{run.route.method.value} k={k}" if k else run.route.method.value
     predicted = predict_seconds(profile, profile.samples, lambda label, n: run.route, profile.max_batch)
-    return Trial(setting, profile.max_batch, run.output_tokens, run.seconds, predicted)
+    return Trial(setting_name(run.route), profile.max_batch, run.output_tokens, run.seconds, predicted)

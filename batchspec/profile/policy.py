@@ -67,6 +67,12 @@ def static_policy(config: RouteConfig, draft_model: str | None = None) -> Static
     return StaticPolicy(default, by_class)
 
 
+def setting_name(route: Route) -> str:
+    """The method and its draft length, for people."""
+    k = route.num_speculative_tokens
+    return f"{route.method.value} k={k}" if k else route.method.value
+
+
 def _route(method: Method, num_speculative_tokens: int, min_match_tokens: int, reason: str) -> Route:
     if method is Method.TARGET_ONLY or num_speculative_tokens == 0:
         return Route(Method.TARGET_ONLY, reason=reason)
