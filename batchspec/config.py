@@ -136,7 +136,7 @@ class ProfileOptions:
     to repay measuring."""
 
     budget: float = 120.0
-    sample_rows: int = 48
+    sample_rows: int = 96
     methods: str = ""
     max_depth: int = 8
     least_matches: str = "1,2"

@@ -22,11 +22,10 @@ from batchspec.io.writer import is_part_name, part_name
 from batchspec.pipeline.attempts import Attempt
 from batchspec.pipeline.plan import Manifest
 from batchspec.pipeline.profiling import read_profile_copy
-from batchspec.profile.measured import MeasuredPolicy
-from batchspec.profile.phase_routes import phase_routes
 from batchspec.profile.predict import predicted_tokens_per_step
+from batchspec.profile.routing import job_policy
 from batchspec.profile.store import parse_profile
-from batchspec.types import Method, RoutePolicy
+from batchspec.types import Method
 
 
 def check_complete(store: Store, manifest: Manifest) -> None:
@@ -96,9 +95,7 @@ def _predicted(rows: RowTotals, store: Store) -> dict[str, float]:
         return {}
     profile = parse_profile(content, store.root)
     methods = frozenset(Method(cell.method) for cell in profile.acceptance)
-    policy: RoutePolicy = MeasuredPolicy(profile, methods, profile.max_batch)
-    if profile.fingerprint.get("engine") == "vllm":
-        policy = phase_routes(profile, methods, profile.max_batch, rows.job.rows)
+    policy = job_policy(profile, methods, profile.max_batch, rows.job.rows)
     return predicted_tokens_per_step(profile, {label: policy.route(label, round(live)) for label in rows.by_class()})
 
 

@@ -17,13 +17,13 @@ from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.devices import worker_places
 from batchspec.pipeline.measuring import readable_rows
 from batchspec.pipeline.models import locate_models
-from batchspec.pipeline.profiling import available_methods, check_profile, run_fingerprint, settled_routes
-from batchspec.profile.measured import MeasuredPolicy
+from batchspec.pipeline.profiling import available_methods, check_profile, run_fingerprint
 from batchspec.profile.policy import ANY_CLASS, setting_name
 from batchspec.profile.predict import predict_seconds
 from batchspec.profile.records import ClassSample, Profile
+from batchspec.profile.routing import job_policy
 from batchspec.profile.store import fingerprint_differences, load_profile
-from batchspec.types import Method, Request, Route, RoutePolicy
+from batchspec.types import Method, Request, Route
 from batchspec.workload import RequestClassifier
 
 # Rows whose prompts are tokenised and that are stepped through; larger jobs are scaled up.
@@ -114,11 +114,8 @@ def compare_engines(config: RunConfig, files: Sequence[str]) -> list[JobPlan]:
 def _plan(config: RunConfig, profile: Profile, num_rows: int) -> JobPlan:
     """The plan of `num_rows` rows by a profile that fits."""
     samples, scale = _expected_rows(profile, readable_rows(config), config, num_rows)
-    batch, plain = config.engine.max_batch, Route(Method.TARGET_ONLY)
-    in_phases = config.engine.engine == "vllm"
-    policy: RoutePolicy = (
-        settled_routes(config, num_rows) if in_phases else MeasuredPolicy(profile, available_methods(config), batch)
-    )
+    batch, plain, in_phases = config.engine.max_batch, Route(Method.TARGET_ONLY), profile.one_route_per_engine
+    policy = job_policy(profile, available_methods(config), batch, num_rows)
     places = worker_places(config)
 
     def seconds_of(route_of: Callable[[str, int], Route]) -> float:

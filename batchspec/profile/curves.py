@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.predict import mean_options, throughput
 from batchspec.profile.records import Profile
+from batchspec.profile.routing import job_policy
 from batchspec.types import Method, Route
 
 RouteOf = Callable[[str, int], Route]
@@ -67,8 +67,8 @@ def depth_curves(profile: Profile, methods: frozenset[Method], live_rows: Sequen
 def occupancy_curves(profile: Profile, methods: frozenset[Method]) -> list[OccupancyCurve]:
     """Routed by the profile first, then every method with a usual draft length for all."""
     counts = occupancies(profile.max_batch)
-    mix, policy = _mix_of(profile), MeasuredPolicy(profile, methods, profile.max_batch)
-    settings: list[tuple[str, RouteOf]] = [("routed", policy.route)]
+    mix, policies = _mix_of(profile), {n: job_policy(profile, methods, n) for n in counts}
+    settings: list[tuple[str, RouteOf]] = [("routed", lambda label, n: policies[n].route(label, n))]
     settings += [(f"{m.value} k={_STATIC_DEPTH}", _static(m, _STATIC_DEPTH)) for m in sorted(methods)]
     return [
         OccupancyCurve(name, tuple(counts), tuple(_against_plain(mix, n, route_of) for n in counts))

@@ -9,33 +9,31 @@ from datetime import UTC, datetime
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from batchspec.errors import InputError, UsageError
+from batchspec.errors import InputError
 from batchspec.ngrams import NgramIndex
 from batchspec.profile.acceptance import DecodedRow, replay_draft, replay_lookup
-from batchspec.profile.records import Curve, Profile, StepCost
-from batchspec.profile.sample import SampledCompletion, class_samples
+from batchspec.profile.records import AcceptanceCell, Profile
+from batchspec.profile.sample import SampledCompletion, class_samples, sampled_completions
 from batchspec.profile.scope import Budget, ListSource, NotWorthMeasuring, Scope
+from batchspec.profile.step_cost import StepCostTimer
 from batchspec.profile.trials import run_trials
-from batchspec.types import Completion, Method, Request, Route, RoutePolicy, StepReport
+from batchspec.types import Method, Request, Route, StepReport
 
 if TYPE_CHECKING:
     from batchspec.engine.engine import TorchEngine
-    from batchspec.engine.timing import EngineTimer, Shape
 
 logger = logging.getLogger(__name__)
-
-_POSITIONS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_SHORT_CONTEXT = 64
-_LONG_CONTEXT = 1024
-_WIDE = 4
-_CHUNK = 256
 
 # Of a job's own time, what measuring for it may take after the sample is decoded; and what timing the steps takes.
 _JOB_SHARE = 0.05
 _LEAST_TIMING_SECONDS = 10.0
 
-# Of what is left after decoding, what timing the target's steps may take, and as much the draft model's.
-_TIMING_SHARE = 0.4
+# The sample is decoded in up to this many parts, with the timing of steps after each, and once more after the replay: a
+# machine's speed changes within minutes.
+_NUM_PARTS = 3
+
+# Of the whole budget, what each such timing of the target's steps may take, and as much the draft model's.
+_TIMING_SHARE = 0.06
 
 
 def measure_profile(
@@ -46,47 +44,40 @@ def measure_profile(
     say: Callable[[str], None],
 ) -> Profile:
     """Measure on `requests` (already a stratified sample) with a loaded engine. `say` gets one line per stage."""
-    from batchspec.engine.timing import EngineTimer, lines
+    from batchspec.engine.timing import lines
 
     budget = Budget(scope.budget_seconds, perf_counter())
-    skipped: list[str] = []
-    say(f"decoding {len(requests)} sampled rows, target-only")
+    decode_until = budget.started_at + budget.seconds / 2
     before, steps = engine.metered_seconds, _CountedSteps()
-    load_seconds = before.get("load", 0.0) + before.get("warmup", 0.0)
-    completions = _decode(engine, requests, steps, limit_seconds=budget.left * 0.5)
-    spent = lines(before, engine.metered_seconds)
-    if not completions:
+    completions: list[SampledCompletion] = []
+    timer: StepCostTimer | None = None
+    for part in _parts(requests, engine.info.max_batch):
+        say(f"decoding {len(part)} sampled rows, target-only")
+        outcomes = engine.run(ListSource(part, decode_until), steps)
+        completions += sampled_completions(part, outcomes, engine.parts.encoder.encode)
+        if not completions:
+            continue
+        if timer is None:
+            if scope.job_rows is not None:
+                budget = budget_for_job(budget, len(requests) / len(completions), scope.job_rows / len(completions))
+            token_ids = [token for completion in completions for token in completion.token_ids]
+            timer = StepCostTimer(engine.parts, token_ids, requests[0].sampling)
+        say("timing steps")
+        timer.add_rounds(budget.seconds * _TIMING_SHARE)
+    if timer is None:
         raise InputError(
             "no sampled row was answered within half the budget: raise --budget, or see whether the rows fit the model"
         )
-    rows = [c.decoded for c in completions]
+    skipped = []
     if len(completions) < len(requests):
         skipped.append(f"{len(requests) - len(completions)} of {len(requests)} sampled rows: half the budget was spent")
-
-    if scope.job_rows is not None:
-        budget = budget_for_job(budget, scope.job_rows / len(completions))
-    say("timing steps")
-    timer = EngineTimer(engine, [row.token_ids for row in rows], requests[0].sampling)
-    lookup_seconds = _lookup_seconds(rows, min(scope.least_matches))
-    per_sequence = spent["overhead"] / max(1, steps.num_row_steps)
-    limit = budget.left * _TIMING_SHARE
-    cost = _step_cost(timer, engine.info.max_batch, per_sequence, lookup_seconds, limit)
+    own_seconds = lines(before, engine.metered_seconds)["overhead"] / max(1, steps.num_row_steps)
+    lookup_seconds = _lookup_seconds([c.decoded for c in completions], min(scope.least_matches))
 
     say("replaying drafters")
-    acceptance = []
-    if scope.methods & {Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT}:
-        for least_match in scope.least_matches:
-            acceptance += replay_lookup(rows, scope.max_depth, least_match)
-    if timer.draft is not None and scope.methods & {Method.DRAFT_MODEL, Method.LOOKUP_THEN_DRAFT}:
-        agrees = [
-            timer.draft_agrees(row.token_ids, row.num_prompt_tokens, c.request.sampling, c.request.row_key)
-            for row, c in zip(rows, completions, strict=True)
-        ]
-        if Method.DRAFT_MODEL in scope.methods:
-            acceptance += replay_draft(rows, agrees, scope.max_depth)
-        if Method.LOOKUP_THEN_DRAFT in scope.methods:
-            for least_match in scope.least_matches:
-                acceptance += replay_draft(rows, agrees, scope.max_depth, least_match)
+    acceptance = _replay(engine, completions, scope)
+    say("timing steps once more")
+    timer.add_rounds(budget.seconds * _TIMING_SHARE)
 
     profile = Profile(
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -95,11 +86,11 @@ def measure_profile(
         max_batch=engine.info.max_batch,
         max_new_tokens=max(r.sampling.max_new_tokens for r in requests),
         samples=class_samples(completions),
-        acceptance=tuple(acceptance),
-        step_cost=cost,
+        acceptance=acceptance,
+        step_cost=timer.step_cost(own_seconds, lookup_seconds),
         skipped=tuple(skipped),
         memory_bytes=dict(engine.info.memory_bytes),
-        load_seconds=load_seconds,
+        load_seconds=before.get("load", 0.0) + before.get("warmup", 0.0),
     )
     tried = completions[: engine.info.max_batch]
     trials, untried = run_trials(engine, [c.request for c in tried], class_samples(tried), profile, scope, budget, say)
@@ -111,14 +102,43 @@ def measure_profile(
     )
 
 
-def budget_for_job(budget: Budget, job_over_sample: float) -> Budget:
-    """A share of what the job will take by the sample's decoding so far. Raises NotWorthMeasuring where timing the
-    steps would already be more."""
+def budget_for_job(budget: Budget, sample_over_part: float, job_over_part: float) -> Budget:
+    """Decoding the whole sample, and a share of what the job will take, by the part decoded so far. Raises
+    NotWorthMeasuring where timing the steps would already be more than that share."""
     spent = budget.seconds - budget.left
-    seconds = min(budget.seconds, spent + _JOB_SHARE * spent * job_over_sample)
-    if seconds - spent < _LEAST_TIMING_SECONDS:
-        raise NotWorthMeasuring(f"the job will take about {spent * job_over_sample:.0f} s")
-    return replace(budget, seconds=seconds)
+    share = _JOB_SHARE * spent * job_over_part
+    if share < _LEAST_TIMING_SECONDS:
+        raise NotWorthMeasuring(f"the job will take about {spent * job_over_part:.0f} s")
+    return replace(budget, seconds=min(budget.seconds, spent * sample_over_part + share))
+
+
+def _parts(requests: Sequence[Request], max_batch: int) -> list[Sequence[Request]]:
+    """Whole batches at least: a small one decodes slower than the job will."""
+    size = max(max_batch, -(-len(requests) // _NUM_PARTS))
+    return [requests[start : start + size] for start in range(0, len(requests), size)]
+
+
+def _replay(engine: TorchEngine, completions: Sequence[SampledCompletion], scope: Scope) -> tuple[AcceptanceCell, ...]:
+    """Acceptance of every method over the sample's text."""
+    from batchspec.engine.drafters import DraftModelDrafter
+
+    rows = [c.decoded for c in completions]
+    found: list[AcceptanceCell] = []
+    if scope.methods & {Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT}:
+        for least_match in scope.least_matches:
+            found += replay_lookup(rows, scope.max_depth, least_match)
+    drafter = engine.parts.drafters.get(Method.DRAFT_MODEL)
+    if isinstance(drafter, DraftModelDrafter) and scope.methods & {Method.DRAFT_MODEL, Method.LOOKUP_THEN_DRAFT}:
+        agrees = [
+            drafter.agrees(row.token_ids, row.num_prompt_tokens, c.request.sampling, c.request.row_key)
+            for row, c in zip(rows, completions, strict=True)
+        ]
+        if Method.DRAFT_MODEL in scope.methods:
+            found += replay_draft(rows, agrees, scope.max_depth)
+        if Method.LOOKUP_THEN_DRAFT in scope.methods:
+            for least_match in scope.least_matches:
+                found += replay_draft(rows, agrees, scope.max_depth, least_match)
+    return tuple(found)
 
 
 class _CountedSteps:
@@ -134,26 +154,6 @@ class _CountedSteps:
         self.num_row_steps += step.num_live
 
 
-def _decode(
-    engine: TorchEngine, requests: Sequence[Request], policy: RoutePolicy, limit_seconds: float
-) -> list[SampledCompletion]:
-    """Outputs of the rows that were answered; no new row is begun after `limit_seconds`."""
-    deadline = perf_counter() + limit_seconds
-    by_index = {request.row_index: request for request in requests}
-
-    class Limited(ListSource):
-        def take(self, wait: bool) -> Request | None:
-            return super().take(wait) if perf_counter() < deadline else None
-
-    found = []
-    for outcome in engine.run(Limited(requests), policy):
-        if isinstance(outcome, Completion):
-            request = by_index[outcome.row_index]
-            prompt = engine.parts.encoder.encode(request)
-            found.append(SampledCompletion(request, (*prompt, *outcome.token_ids), len(prompt)))
-    return found
-
-
 def _lookup_seconds(rows: Sequence[DecodedRow], min_match_tokens: int) -> float:
     """Seconds that one row's lookup takes in a step, timed on the sampled rows."""
     started, asked = perf_counter(), 0
@@ -165,56 +165,3 @@ def _lookup_seconds(rows: Sequence[DecodedRow], min_match_tokens: int) -> float:
             index.longest_match(seen)
             asked += 1
     return (perf_counter() - started) / max(1, asked)
-
-
-def _step_cost(
-    timer: EngineTimer, max_batch: int, per_sequence: float, per_lookup: float, limit_seconds: float
-) -> StepCost:
-    shapes = [_shape(count, max_batch, _SHORT_CONTEXT) for count in _POSITIONS]
-    long_context = min(_LONG_CONTEXT, timer.most_context(max_batch))
-    if long_context <= _SHORT_CONTEXT:
-        raise UsageError("the KV cache is too small to time a full batch: raise --kv-memory, or lower --max-batch")
-    far: Shape = (max_batch, 1, long_context, False)
-    near: Shape = (max_batch, 1, _SHORT_CONTEXT, False)
-    wide_far: Shape = (max_batch, _WIDE, long_context, False)
-    wide_near: Shape = (max_batch, _WIDE, _SHORT_CONTEXT, False)
-    chunk: Shape = (1, _CHUNK, _CHUNK, True)
-    seconds = timer.target_seconds([*shapes, far, near, wide_far, wide_near, chunk], limit_seconds)
-    added_context = max_batch * (long_context - _SHORT_CONTEXT)
-    per_kv_token = max(0.0, (seconds[far] - seconds[near]) / added_context)
-    wide_per_kv_token = max(per_kv_token, (seconds[wide_far] - seconds[wide_near]) / added_context)
-    per_position_kv_token = (wide_per_kv_token - per_kv_token) / (_WIDE - 1)
-    curve = _curve(seconds, shapes, per_kv_token, per_position_kv_token)
-    cost = StepCost(curve, per_kv_token, per_position_kv_token, per_sequence, per_lookup, seconds[chunk] / _CHUNK)
-    if timer.draft is None:
-        return cost
-    draft_shapes = [_shape(count, max_batch, _SHORT_CONTEXT) for count in _POSITIONS if count <= 2 * max_batch + 1]
-    far_draft: Shape = (max_batch, 1, min(long_context, timer.most_draft_context()), False)
-    draft_seconds = timer.draft_seconds([*draft_shapes, near, far_draft, chunk], limit_seconds)
-    added_context = max_batch * max(1, far_draft[2] - _SHORT_CONTEXT)
-    draft_per_kv_token = max(0.0, (draft_seconds[far_draft] - draft_seconds[near]) / added_context)
-    return replace(
-        cost,
-        draft=_curve(draft_seconds, draft_shapes, draft_per_kv_token, 0.0),
-        draft_per_kv_token=draft_per_kv_token,
-        draft_prefill_per_token=draft_seconds[chunk] / _CHUNK,
-    )
-
-
-def _shape(positions: int, max_batch: int, context: int) -> Shape:
-    """About this many positions, over as many sequences as the batch allows."""
-    sequences = min(positions, max_batch)
-    return (sequences, -(-positions // sequences), context, False)
-
-
-def _curve(
-    seconds: dict[Shape, float], shapes: Sequence[Shape], per_kv_token: float, per_position_kv_token: float
-) -> Curve:
-    """Seconds over positions, what the short context took taken off."""
-    points = {}
-    for shape in shapes:
-        n, m, context, _ = shape
-        for_context = n * context * (per_kv_token + (m - 1) * per_position_kv_token)
-        points[n * m] = max(1e-6, seconds[shape] - for_context)
-    counts = sorted(points)
-    return Curve(tuple(counts), tuple(points[count] for count in counts)).monotone()

@@ -10,22 +10,23 @@ from batchspec.types import Method, Route
 
 _DEPTHS = (1, 2, 3, 4, 6, 8)
 
-# What a class must gain by the prediction before it is taken out of the plain engine.
+# Rates nearer to each other than this are taken to be the same: predictions err by as much.
 _LEAST_GAIN = 0.03
 
 
 def phase_routes(profile: Profile, methods: frozenset[Method], max_batch: int, num_rows: int) -> StaticPolicy:
-    """The routes of a job of `num_rows` rows: target-only, and beside it the one speculative route that saves the most
-    time over the classes which gain by it, if that is more than its engine takes to load.
+    """The routes of a job of `num_rows` rows: target-only; or the speculative route that saves the most time, either
+    for all rows, where no class loses by it, or for the classes that gain by it, where they save more than a second
+    engine takes to load.
 
-    Acceptance is taken at its lower bound. A class that the profile does not know stays target-only, unless all that
-    it knows gain: then no plain engine is loaded.
+    Acceptance is taken at its lower bound. A class that the profile does not know goes with the rest where there is
+    one engine, and stays target-only where there are two.
     """
     plain = Route(Method.TARGET_ONLY, reason="profile: no speculative engine would save what it takes to load")
     answered = sum(sample.num_rows for sample in profile.samples)
     scale = num_rows / max(1, answered)
     tokens = {s.request_class: scale * sum(s.output_tokens) for s in profile.samples}
-    best: tuple[float, dict[str, Route]] = (profile.load_seconds, {})
+    most_saved, best = 0.0, StaticPolicy(plain)
     classes = class_options(profile)
     for method, least_match in sorted({setting for c in classes for setting in c.by_setting}):
         for k in _DEPTHS:
@@ -38,12 +39,12 @@ def phase_routes(profile: Profile, methods: frozenset[Method], max_batch: int, n
                 for c in classes
             }
             gaining = {label: seconds for label, seconds in saved.items() if seconds > 0}
-            if sum(gaining.values()) > best[0]:
-                best = (sum(gaining.values()), dict.fromkeys(gaining, route))
-    routes = best[1]
-    if len(routes) == len(profile.samples):
-        return StaticPolicy(next(iter(routes.values())))
-    return StaticPolicy(plain, routes)
+            all_on_one = min(saved.values()) >= 0
+            seconds = sum(gaining.values()) - (0.0 if all_on_one else profile.load_seconds)
+            if seconds > most_saved:
+                most_saved = seconds
+                best = StaticPolicy(route) if all_on_one else StaticPolicy(plain, dict.fromkeys(gaining, route))
+    return best
 
 
 def _deepest(profile: Profile, method: Method) -> int:
@@ -51,11 +52,11 @@ def _deepest(profile: Profile, method: Method) -> int:
 
 
 def _saved_per_token(cost: StepCost, c: ClassOptions, occupancy: int, route: Route) -> float:
-    """Seconds that a token of the class takes less on this route, at a full batch of the class; 0 where the gain is
-    within what predictions err by."""
+    """Seconds that a token of the class takes less on this route, at a full batch of the class; below 0 where it takes
+    more, 0 where the two rates are about the same."""
 
     def rate(chosen: Route) -> float:
         return throughput(cost, [c], occupancy, lambda label, n: chosen)[1]
 
     plain, drafted = rate(Route(Method.TARGET_ONLY)), rate(route)
-    return 1 / plain - 1 / drafted if drafted > plain * (1 + _LEAST_GAIN) else 0.0
+    return 1 / plain - 1 / drafted if abs(drafted / plain - 1) > _LEAST_GAIN else 0.0

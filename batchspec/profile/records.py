@@ -143,3 +143,8 @@ class Profile:
     load_seconds: float = 0.0
     measuring_seconds: float = 0.0
     profile_version: int = PROFILE_VERSION
+
+    @property
+    def one_route_per_engine(self) -> bool:
+        """Whether its engine serves one route, and another route needs another engine (vLLM)."""
+        return self.fingerprint.get("engine") == "vllm"

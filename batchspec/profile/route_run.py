@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from time import perf_counter
 
 from batchspec.profile.policy import StaticPolicy
@@ -46,12 +47,14 @@ class RouteRun:
         return sum(c.times.prefill_seconds for c in self.completions) / max(1, read)
 
 
-def run_route(engine: Engine, requests: Sequence[Request], route: Route, row_counts: Sequence[int]) -> RouteRun:
-    """Decode `requests` on `route`; then time steps with each of `row_counts` rows live, those with the shortest
-    prompts, and at last with as many of the longest."""
+def run_route(
+    engine: Engine, requests: Sequence[Request], route: Route, row_counts: Sequence[int], limit_seconds: float = inf
+) -> RouteRun:
+    """Decode `requests` on `route`, none begun once half of what loading leaves of the limit is over; then time steps
+    with each of `row_counts` rows live, those with the shortest prompts, and at last with as many of the longest."""
     load_seconds = sum(engine.metered_seconds.values())
     started = perf_counter()
-    completions = _decode(engine, requests, route)
+    completions = _decode(engine, ListSource(requests, started + max(1.0, limit_seconds - load_seconds) / 2), route)
     seconds = perf_counter() - started
     tokens_of = {c.row_index: c.input_tokens for c in completions}
     answered = sorted((r for r in requests if r.row_index in tokens_of), key=lambda r: tokens_of[r.row_index])
@@ -60,8 +63,8 @@ def run_route(engine: Engine, requests: Sequence[Request], route: Route, row_cou
     return RouteRun(route, load_seconds, seconds, tuple(completions), tuple(steps))
 
 
-def _decode(engine: Engine, requests: Sequence[Request], route: Route) -> list[Completion]:
-    return [o for o in engine.run(ListSource(requests), StaticPolicy(route)) if isinstance(o, Completion)]
+def _decode(engine: Engine, source: ListSource, route: Route) -> list[Completion]:
+    return [o for o in engine.run(source, StaticPolicy(route)) if isinstance(o, Completion)]
 
 
 def _step_time(engine: Engine, requests: Sequence[Request], num_rows: int, route: Route) -> StepTime:
@@ -69,7 +72,7 @@ def _step_time(engine: Engine, requests: Sequence[Request], num_rows: int, route
     keeps prompts, hardly a step does anything else."""
     sampling = SamplingParams(max_new_tokens=_TIMED_TOKENS, min_new_tokens=_TIMED_TOKENS)
     rows = [replace(requests[i % len(requests)], row_index=i, sampling=sampling) for i in range(num_rows)]
-    found = _decode(engine, rows, route)
+    found = _decode(engine, ListSource(rows), route)
     row_steps = sum(c.stats.num_target_steps - 1 for c in found)  # the first token comes of the prompt's own forward
     steps = row_steps / num_rows
     drafted = sum(c.stats.num_draft_tokens for c in found)

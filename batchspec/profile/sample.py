@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from batchspec.profile.acceptance import DecodedRow
 from batchspec.profile.records import ClassSample
-from batchspec.types import Request
+from batchspec.types import Completion, Outcome, Request
 from batchspec.workload import RequestClassifier
 
 
@@ -24,6 +24,20 @@ class SampledCompletion:
     def decoded(self) -> DecodedRow:
         label = RequestClassifier().label(self.request.request_class)
         return DecodedRow(label, self.token_ids, self.num_prompt_tokens)
+
+
+def sampled_completions(
+    requests: Sequence[Request], outcomes: Iterable[Outcome], encode: Callable[[Request], Sequence[int]]
+) -> list[SampledCompletion]:
+    """Those of the requests that were answered, with the ids that `encode` gives their prompts."""
+    request_of = {request.row_index: request for request in requests}
+    found = []
+    for completion in outcomes:
+        if isinstance(completion, Completion):
+            request = request_of[completion.row_index]
+            prompt = encode(request)
+            found.append(SampledCompletion(request, (*prompt, *completion.token_ids), len(prompt)))
+    return found
 
 
 def stratified(requests: Sequence[Request], num_rows: int) -> list[Request]:

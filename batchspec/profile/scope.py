@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from time import perf_counter
 
 from batchspec.types import Method, Request
@@ -39,10 +40,11 @@ class Budget:
 
 
 class ListSource:
-    """Requests that are all at hand."""
+    """Requests that are all at hand; none is handed out after `until`, a reading of `perf_counter`."""
 
-    def __init__(self, requests: Iterable[Request]) -> None:
+    def __init__(self, requests: Iterable[Request], until: float = inf) -> None:
         self._requests = deque(requests)
+        self._until = until
 
     def take(self, wait: bool) -> Request | None:
-        return self._requests.popleft() if self._requests else None
+        return self._requests.popleft() if self._requests and perf_counter() < self._until else None

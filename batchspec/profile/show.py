@@ -10,6 +10,7 @@ from batchspec.profile.marginal import Decision
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.records import Profile, Trial
+from batchspec.profile.routing import job_policy
 from batchspec.types import Method
 
 _SHORT = {Method.PROMPT_LOOKUP: "lookup", Method.DRAFT_MODEL: "draft", Method.LOOKUP_THEN_DRAFT: "both"}
@@ -17,6 +18,13 @@ _SHORT = {Method.PROMPT_LOOKUP: "lookup", Method.DRAFT_MODEL: "draft", Method.LO
 
 def format_profile(profile: Profile, methods: frozenset[Method]) -> str:
     """The verdict, then the routes by class and live rows, then the trials. At most 100 columns for usual labels."""
+    lines = _phase_lines(profile, methods) if profile.one_route_per_engine else _route_lines(profile, methods)
+    lines += ["", *_occupancy_lines(profile, methods), "", *_depth_lines(profile, methods)]
+    return "\n".join([*lines, "", *_sample_lines(profile), *map(_trial, profile.trials)])
+
+
+def _route_lines(profile: Profile, methods: frozenset[Method]) -> list[str]:
+    """Where every step takes the routes of its live rows."""
     policy = MeasuredPolicy(profile, methods, profile.max_batch)
     counts = occupancies(profile.max_batch)
     table = [policy.decisions(count) for count in counts]
@@ -26,12 +34,28 @@ def format_profile(profile: Profile, methods: frozenset[Method]) -> str:
     lines.append(f"{'live rows':<{width}}  " + "".join(f"{count:>14}" for count in counts))
     lines.append(f"{'break-even':<{width}}  " + "".join(f"{row[ANY_CLASS].break_even:>14.2f}" for row in table))
     lines += [f"{label:<{width}}  " + "".join(f"{_cell(row[label]):>14}" for row in table) for label in labels]
-    lines += [
+    return [
+        *lines,
         "",
         "cells: method, most tokens proposed, acceptance of the first (- target-only, both lookup_then_draft)",
     ]
-    lines += ["", *_occupancy_lines(profile, methods), "", *_depth_lines(profile, methods)]
-    return "\n".join([*lines, "", *_sample_lines(profile), *map(_trial, profile.trials)])
+
+
+def _phase_lines(profile: Profile, methods: frozenset[Method]) -> list[str]:
+    """Where a route is an engine: what a long job loads, by its largest batch."""
+    counts = occupancies(profile.max_batch)
+    policies = {count: job_policy(profile, methods, count) for count in counts}
+    labels = [sample.request_class for sample in profile.samples]
+    width = max(len(label) for label in [*labels, "--max-batch"])
+    routes = {label: [policies[count].route(label, count) for count in counts] for label in labels}
+    lines = [f"{'--max-batch':<{width}}  " + "".join(f"{count:>14}" for count in counts)]
+    for label, found in routes.items():
+        cells = [f"{_SHORT[r.method]} {r.num_speculative_tokens}" if r.num_speculative_tokens else "-" for r in found]
+        lines.append(f"{label:<{width}}  " + "".join(f"{cell:>14}" for cell in cells))
+    first = "Do not speculate here: no class gains at any batch."
+    if any(route.num_speculative_tokens for found in routes.values() for route in found):
+        first = "A long job speculates where a cell says so; every route in a column is an engine of its own."
+    return [first, "", *lines, "", "cells: method, tokens proposed (- target-only)"]
 
 
 def _occupancy_lines(profile: Profile, methods: frozenset[Method]) -> list[str]:

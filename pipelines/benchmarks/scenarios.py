@@ -4,7 +4,7 @@
   python pipelines/benchmarks/scenarios.py tail  INPUT --model DIR --profile FILE --batch 32
   python pipelines/benchmarks/scenarios.py grid  INPUT --model DIR --profile FILE
 
-drift: a class whose rows stop being predictable half way: throughput on that half, routed against target-only.
+drift: a class whose second half writes random numbers: throughput on that half, routed against target-only.
 tail: 40 rows, one of which writes far longer than the others: wall clock, routed against target-only.
 grid: tokens per second by class, method, draft length and live rows, beside what the profile predicts.
 budget: live rows where answers of 60 tokens were allowed 2,048, against 64.
@@ -37,7 +37,7 @@ from batchspec.profile.store import load_profile
 from batchspec.types import Completion, Engine, Method, Request, Route, RoutePolicy, SamplingParams
 from batchspec.workload import label_of
 
-PREDICTABLE, UNPREDICTABLE = "translation", "mt_bench"
+PREDICTABLE = "translation"
 LONG_ANSWER_TOKENS = 1500
 
 
@@ -74,7 +74,7 @@ def drift(args: argparse.Namespace, rows: list[Request], profile: Profile) -> No
     """The policy lives through both halves; only the broken one is timed against target-only."""
     engine = load(args, args.batch)
     whole = [row for row in rows if label_of(row.request_class) == PREDICTABLE]
-    broken = [replace(r, request_class=PREDICTABLE) for r in rows if label_of(r.request_class) == UNPREDICTABLE]
+    broken = [random_numbers(row, args.max_new_tokens) for row in whole]
     pairs = []
     for repeat in range(args.repeats):
         policy = routed(profile, args.batch)
@@ -90,6 +90,16 @@ def drift(args: argparse.Namespace, rows: list[Request], profile: Profile) -> No
         show(scenario="drift", events=policy.events[before:])
         pairs.append((took["target_only"], took["routed"]))
     report_ratios("drift, broken half", pairs)
+
+
+def random_numbers(row: Request, num_tokens: int) -> Request:
+    """A row of the same class that asks for numbers drawn at random: what was said before matches often, and tells
+    nothing of what follows."""
+    chooser = random.Random(row.row_index)
+    numbers = " ".join(str(chooser.randrange(10, 100)) for _ in range(150))
+    messages = [{"role": "user", "content": f"Go on with more random numbers, nothing else: {numbers}"}]
+    sampling = SamplingParams(num_tokens, num_tokens, temperature=1.5, seed=row.row_index)
+    return replace(row, messages=messages, sampling=sampling)
 
 
 def tail(args: argparse.Namespace, rows: list[Request], profile: Profile) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -84,20 +84,29 @@ def test_what_the_budget_does_not_allow_is_skipped_and_named(monkeypatch: pytest
     assert profile.skipped == ("trial of target_only: 10 s do not fit into what is left",)
 
 
+@dataclass
+class Clock:
+    """A step takes 20 ms and 1 ms a position by the timer's clock, a second more where its shape is new, and all of it
+    `slowness` times over."""
+
+    now: float = 0.0
+    slowness: float = 1.0
+
+
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes 20 ms and 1 ms a position by the timer's clock, and a second more where its shape is new."""
-    now, seen = [0.0], set()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock, seen = Clock(), set()
     forward = PackedModel.forward
 
     def timed(self: PackedModel, segments: Sequence[Segment], kv: KVCache) -> torch.Tensor:
         shape = (len(segments), sum(len(s.token_ids) for s in segments))
-        now[0] += 0.02 + 0.001 * shape[1] + (0.0 if shape in seen else 1.0)
+        clock.now += (0.02 + 0.001 * shape[1]) * clock.slowness + (0.0 if shape in seen else 1.0)
         seen.add(shape)
         return forward(self, segments, kv)
 
     monkeypatch.setattr(PackedModel, "forward", timed)
-    monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing, "perf_counter", lambda: clock.now)
+    return clock
 
 
 @pytest.mark.usefixtures("clock")
@@ -112,6 +121,20 @@ def test_m07_neither_the_order_of_classes_nor_a_slow_first_call_moves_a_choice()
         policy = MeasuredPolicy(replace(profile, step_cost=fixed), LOOKUP, 4)
         routes.append({(name, n): policy.route(name, n) for name in TEXTS for n in (1, 4)})
     assert routes[0] == routes[1]
+
+
+@pytest.mark.parametrize("slow_part", [1, 2, 3, 4])
+def test_no_moment_of_a_machine_decides_what_steps_cost(slow_part: int, clock: Clock) -> None:
+    parts = [0]
+
+    def say(line: str) -> None:
+        parts[0] += line.startswith("timing steps")
+        clock.slowness = 3.0 if parts[0] == slow_part else 1.0
+
+    engine = make_engine(build_module("llama"), max_batch=4)
+    profile = measure_profile(engine, requests(), {"torch": "x"}, Scope(LOOKUP, budget_seconds=300), say)
+    assert parts[0] == 4
+    assert profile.step_cost.target.at(8) == pytest.approx(0.028, rel=0.02)
 
 
 def test_a_sample_takes_every_class_alike_spread_over_the_input() -> None:

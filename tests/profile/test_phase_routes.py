@@ -15,6 +15,7 @@ from batchspec.profile.records import AcceptanceCell, ClassSample, Curve, Profil
 from batchspec.profile.route_run import RouteRun, StepTime, run_route
 from batchspec.profile.sample import SampledCompletion
 from batchspec.profile.scope import Scope
+from batchspec.profile.show import format_profile
 from batchspec.stats import DecodeStats
 from batchspec.types import Completion, FinishReason, Method, Request, Route, SamplingParams, StepTimes
 
@@ -61,12 +62,24 @@ def test_a_second_engine_is_loaded_where_it_saves_more_than_its_load(
     assert policy.route("never seen", 8).method is Method.TARGET_ONLY
 
 
-def test_no_plain_engine_is_loaded_where_every_class_gains() -> None:
-    profile = copying(490)
+def test_one_engine_serves_all_where_no_class_loses_by_it_however_short_the_job() -> None:
+    profile = copying(490, load_seconds=1e6)
     only = replace(profile, samples=profile.samples[:1], acceptance=profile.acceptance[:1])
-    policy = phase_routes(only, LOOKUP, 8, 10_000)
-    assert not policy.by_class
-    assert policy.route("never seen", 8).method is Method.PROMPT_LOOKUP
+    for rows in (10, 10_000):
+        policy = phase_routes(only, LOOKUP, 8, rows)
+        assert not policy.by_class
+        assert policy.route("never seen", 8).method is Method.PROMPT_LOOKUP
+
+
+def test_such_a_profile_is_shown_with_the_engines_that_a_long_job_loads() -> None:
+    lines = format_profile(copying(490), LOOKUP).splitlines()
+    assert lines[0].startswith("A long job speculates")
+    assert [line.split() for line in lines[2:5]] == [
+        ["--max-batch", "1", "2", "4", "8"],
+        ["copy", *["lookup", "2"] * 4],
+        ["write", "lookup", "2", "lookup", "2", "-", "-"],  # loses nothing there, and needs no second engine
+    ]
+    assert format_profile(copying(10), LOOKUP).startswith("Do not speculate here")
 
 
 def test_a_method_that_the_job_has_not_is_not_chosen() -> None:

@@ -14,7 +14,7 @@ from batchspec.engine.kv_cache import KVCache
 from batchspec.engine.model import PackedModel
 from batchspec.engine.packed import Segment
 from batchspec.engine.sampling import Floats, SampledRow, Sampler
-from batchspec.types import NO_PROPOSAL, DraftRow, Proposal
+from batchspec.types import NO_PROPOSAL, DraftRow, Proposal, SamplingParams
 
 # Tokens that one catch-up forward feeds at most, over all rows; a row that lags no more than this is caught up by the
 # draft step itself.
@@ -71,6 +71,27 @@ class DraftModelDrafter:
         state = self._states.pop(row_index, None)
         if state is not None:
             self.kv.release_slot(state.slot)
+
+    @torch.inference_mode()
+    def agrees(
+        self, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SamplingParams, row_key: str
+    ) -> list[bool]:
+        """For every output token of a finished row: does the draft, given all tokens before it, name it?"""
+        slot = self.kv.acquire_slot()
+        try:
+            fed = min(len(token_ids), self.model.context_tokens)
+            self.kv.reserve(slot, fed)
+            wanted = range(num_prompt_tokens - 1, fed - 1)
+            logits = self.model.forward([Segment(slot, token_ids[:fed], 0, True, wanted)], self.kv)
+            rows = [
+                SampledRow(sampling, row_key, i, token_ids[: num_prompt_tokens + i], num_prompt_tokens)
+                for i in range(len(wanted))
+            ]
+            named = self._sampler.choose(fit_vocabulary(logits, self._vocab_size), rows)
+        finally:
+            self.kv.release_slot(slot)
+        agreed = [a == b for a, b in zip(named, token_ids[num_prompt_tokens:], strict=False)]
+        return agreed + [False] * (len(token_ids) - num_prompt_tokens - len(agreed))
 
     def _start(self, row: DraftRow) -> _Draft | None:
         """Roll the row's state back to what is still text, and reserve its cache; None where that cannot be had."""
