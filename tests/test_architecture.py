@@ -16,7 +16,7 @@ LEVELS = [
     {"config"},
     {"workload", "ngrams", "io.schema"},
     {"io", "engine", "profile", "accounting.cost"},
-    {"profile.measure", "profile.trials", "accounting", "report", "audit"},
+    {"profile.measure", "profile.step_cost", "profile.trials", "accounting", "report", "audit"},
     {"pipeline"},
     {"cli"},
     {"__main__"},
