@@ -76,7 +76,7 @@ def _plain_cost(plain: RouteRun) -> StepCost:
     points[last + _MORE_POSITIONS] = points[last] + _MORE_POSITIONS * plain.prefill_per_token
     points.setdefault(last + 1, points[last] + plain.prefill_per_token)
     counts = sorted(points)
-    curve = Curve(tuple(counts), tuple(points[count] for count in counts)).monotone()
+    curve = Curve(tuple(counts), tuple(points[count] for count in counts)).convex()
     return StepCost(curve, per_kv_token, 0.0, 0.0, 0.0, plain.prefill_per_token)
 
 

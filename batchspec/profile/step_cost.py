@@ -104,4 +104,4 @@ def _curve(
         for_context = n * context * (per_kv_token + (m - 1) * per_position_kv_token)
         points[n * m] = max(1e-6, seconds[shape] - for_context)
     counts = sorted(points)
-    return Curve(tuple(counts), tuple(points[count] for count in counts)).monotone()
+    return Curve(tuple(counts), tuple(points[count] for count in counts)).convex()
