@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import Any, Protocol
 
 from batchspec.stats import DecodeStats
@@ -20,6 +21,10 @@ class Method(StrEnum):
     PROMPT_LOOKUP = "prompt_lookup"
     DRAFT_MODEL = "draft_model"
     LOOKUP_THEN_DRAFT = "lookup_then_draft"
+
+    @property
+    def option_name(self) -> str:
+        return self.value.replace("_", "-")
 
 
 class FinishReason(StrEnum):
@@ -61,16 +66,13 @@ class SamplingParams:
             <= self.min_new_tokens
             <= self.max_new_tokens,
             "stop strings must not be empty": all(self.stop),
-            f"temperature must be a finite number >= 0, got {self.temperature}": 0 <= self.temperature < float("inf"),
+            f"temperature must be a finite number >= 0, got {self.temperature}": 0 <= self.temperature < inf,
             f"top_k must be >= 0, got {self.top_k}": self.top_k >= 0,
             f"top_p must be above 0 and at most 1, got {self.top_p}": 0 < self.top_p <= 1,
             f"min_p must be at least 0 and below 1, got {self.min_p}": 0 <= self.min_p < 1,
-            f"repetition_penalty must be above 0, got {self.repetition_penalty}": 0
-            < self.repetition_penalty
-            < float("inf"),
-            f"presence_penalty must be between -2 and 2, got {self.presence_penalty}": -2 <= self.presence_penalty <= 2,
-            f"frequency_penalty must be between -2 and 2, got {self.frequency_penalty}": -2
-            <= self.frequency_penalty
+            f"repetition_penalty must be above 0, got {self.repetition_penalty}": 0 < self.repetition_penalty < inf,
+            f"presence_penalty must be between -2 and 2, got {self.presence_penalty}": abs(self.presence_penalty) <= 2,
+            f"frequency_penalty must be between -2 and 2, got {self.frequency_penalty}": abs(self.frequency_penalty)
             <= 2,
         }
         return [problem for problem, holds in rules.items() if not holds]
@@ -190,7 +192,7 @@ class EngineInfo:
 class StepReport:
     """What a policy may learn of one step: `tokens` committed over all rows in `decode_seconds` of the device (prefill
     left out); rows pre-empted since the engine was loaded; `drafts` (request class, proposed, accepted) of the rows
-    that proposed; `retired` (request class, prompt + output ids, prompt tokens) of the rows that never did."""
+    that proposed; `retired` (request class, prompt + output ids, prompt tokens) of the rows that ended."""
 
     num_live: int
     tokens: int

@@ -259,11 +259,7 @@ class TorchEngine:
             decode_seconds=self.parts.meter.decode_seconds(),
             num_preemptions=self.parts.scheduler.num_preemptions,
             drafts=drafts,
-            retired=[
-                (sequence.request_class, sequence.token_ids, sequence.num_prompt_tokens)
-                for sequence in finished
-                if sequence.method is Method.TARGET_ONLY
-            ],
+            retired=[(s.request_class, s.token_ids, s.num_prompt_tokens) for s in finished],
         )
 
     def _attribute_forward(self, rows: list[StepRow]) -> None:

@@ -84,10 +84,9 @@ def _trimmed_mean(seconds: Sequence[float]) -> float:
     return mean(sorted(seconds)[cut : len(seconds) - cut])
 
 
-def most_context(model: PackedModel, kv: KVCache, num_sequences: int) -> int:
-    """Tokens of context that this many sequences can have at once, room for a wide step left."""
-    blocks = kv.num_usable_blocks // num_sequences
-    return min(blocks * BLOCK_TOKENS, model.context_tokens) - 2 * BLOCK_TOKENS
+def most_tokens(model: PackedModel, kv: KVCache, num_sequences: int) -> int:
+    """Tokens that each of this many sequences can have at once."""
+    return min(kv.num_usable_blocks // num_sequences * BLOCK_TOKENS, model.context_tokens)
 
 
 def lines(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

@@ -51,7 +51,7 @@ class VllmEngine:
         self._info = info
         self._classifier = RequestClassifier()
         self._rows: dict[str, VllmRow] = {}
-        self._encoded: tuple[int, list[int]] | None = None
+        self._encoded: tuple[Request, list[int]] | None = None
         self._overhead_seconds = 0.0
         self._forward_seconds = 0.0
 
@@ -180,8 +180,8 @@ class VllmEngine:
         row.step_tokens.append(len(token_ids))
 
     def _encode(self, request: Request) -> list[int]:
-        if self._encoded is None or self._encoded[0] != request.row_index:
-            self._encoded = (request.row_index, self._encoder.encode(request))
+        if self._encoded is None or self._encoded[0] is not request:
+            self._encoded = (request, self._encoder.encode(request))
         return self._encoded[1]
 
     def _route_of(self, request: Request, prompt_ids: Sequence[int], policy: RoutePolicy) -> Route:

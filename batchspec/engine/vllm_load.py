@@ -18,6 +18,9 @@ from batchspec.errors import UsageError
 from batchspec.types import EngineInfo, Method, Route, StepAttribution
 
 _KV_SHARE_CPU = 0.3
+
+# Share of a GPU that vLLM takes by itself.
+_GPU_SHARE = 0.92
 _MAX_LOOKUP_MATCH = 3
 
 
@@ -79,6 +82,8 @@ def llm_options(config: EngineConfig, route: Route, device: str, device_share: f
         options["kv_cache_memory_bytes"] = config.kv_memory_bytes
     elif device == "cpu":
         options["kv_cache_memory_bytes"] = int(free_memory_bytes() * _KV_SHARE_CPU * device_share)
+    elif device_share < 1:  # the rest of the GPU is another worker's
+        options["gpu_memory_utilization"] = _GPU_SHARE * device_share
     if route.method is not Method.TARGET_ONLY:
         options["speculative_config"] = speculative_config(config, route)
         options["per_request_spec_decode_metrics"] = "detailed"
@@ -102,7 +107,7 @@ def speculative_config(config: EngineConfig, route: Route) -> dict[str, Any]:
         return {"method": "ngram", "num_speculative_tokens": k, **lookup}
     if route.method is Method.DRAFT_MODEL:
         return {"model": config.draft_model, "num_speculative_tokens": k}
-    raise UsageError(f"--engine vllm has no {route.method.value.replace('_', '-')}: use prompt-lookup or draft-model")
+    raise UsageError(f"--engine vllm has no {route.method.option_name}: use prompt-lookup or draft-model")
 
 
 def parse_vllm_args(arguments: Sequence[str]) -> dict[str, Any]:

@@ -106,6 +106,8 @@ def _vllm_problems(config: RunConfig) -> Iterator[str]:
     if config.engine.engine != "vllm":
         if config.engine.vllm_arg:
             yield "--vllm-arg needs --engine vllm"
+        if config.engine.tensor_parallel_size > 1 and config.engine.engine == "torch":
+            yield "--tensor-parallel-size needs --engine vllm"
         return
     if config.run.holdout:
         yield "--holdout: --engine vllm decodes the rows of one route at a time, so no step can be held out"

@@ -7,6 +7,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import pairwise
 
 from batchspec.config import RunConfig
 from batchspec.errors import UsageError
@@ -53,10 +54,11 @@ def device_type(places: tuple[Place, ...]) -> str:
 
 
 def _devices(config: RunConfig) -> list[str]:
-    named = list(dict.fromkeys(config.run.devices))
+    named, group = list(dict.fromkeys(config.run.devices)), config.engine.tensor_parallel_size
     if named == ["auto"]:
         num_gpus = 0 if config.engine.engine == "fake" or _torch_is_cpu_only() else len(_gpu_names())
-        group = config.engine.tensor_parallel_size
+        if 0 < num_gpus < group:
+            raise UsageError(f"--tensor-parallel-size {group}: there are {num_gpus} GPUs here")
         return [f"cuda:{i}" for i in range(0, num_gpus - group + 1, group)] or [CPU]
     wrong = [name for name in named if not _DEVICE_NAME.fullmatch(name)]
     if wrong or not named:
@@ -65,6 +67,11 @@ def _devices(config: RunConfig) -> list[str]:
     absent = [name for name in named if name != CPU and int(name[5:]) >= num_gpus]
     if absent:
         raise UsageError(f"--devices {', '.join(absent)}: torch sees {num_gpus} GPUs here; name auto or cpu")
+    first = sorted(int(name[5:]) for name in named if name != CPU)
+    if any(b < a + group for a, b in pairwise([*first, num_gpus])):
+        raise UsageError(
+            f"--devices {', '.join(named)}: with --tensor-parallel-size {group} name the first of every {group} GPUs"
+        )
     return named
 
 

@@ -11,7 +11,8 @@ from batchspec.io.reader import InputReader
 from batchspec.io.schema import ResultRow
 from batchspec.pipeline.messages import Assign, Committed, Counters, Link, RowsMoved, Shard, WantShard, WorkerSpec
 from batchspec.pipeline.shards import OpenShard, ShardBook, read_segments
-from batchspec.types import Outcome, Request, RowFailure
+from batchspec.profile.predict import target_only_seconds
+from batchspec.types import Completion, Outcome, Request, RowFailure
 from batchspec.workload import RequestClassifier
 
 
@@ -75,7 +76,10 @@ class ShardFeed:
 
     def _finish(self, opened: OpenShard, outcome: Outcome, label: str | None) -> None:
         spec = self._spec
-        row = ResultRow(outcome, spec.worker, spec.attempt, spec.config.run.price_per_hour, label)
+        expected = None
+        if spec.step_cost is not None and isinstance(outcome, Completion):
+            expected = target_only_seconds(spec.step_cost, outcome) * spec.device_share
+        row = ResultRow(outcome, spec.worker, spec.attempt, spec.config.run.price_per_hour, label, expected)
         self.counters = self.counters.plus(outcome)
         if self._book.finish(opened, row):
             self._link.send(Committed(opened.shard.index))

@@ -56,7 +56,7 @@ class TraceCell:
 
 def parse_methods(text: str) -> frozenset[Method]:
     """Methods by their names with dashes, comma-separated. Raises UsageError."""
-    known = {m.value.replace("_", "-"): m for m in Method if m is not Method.TARGET_ONLY}
+    known = {m.option_name: m for m in Method if m is not Method.TARGET_ONLY}
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -75,7 +75,7 @@ def parse_least_matches(text: str) -> tuple[int, ...]:
 def parse_trace_cell(text: str, min_match_tokens: int) -> TraceCell:
     """`METHOD:K:LIVE_ROWS[:CLASS]`, such as `prompt-lookup:4:8:rag`. Raises UsageError."""
     method, k, live_rows, request_class = (*text.split(":", 3), None, None, None)[:4]
-    known = {m.value.replace("_", "-"): m for m in Method}
+    known = {m.option_name: m for m in Method}
     numbers = str(k).isdecimal() and str(live_rows).isdecimal()
     if method not in known or not numbers or int(k or 0) > MAX_SPECULATIVE_TOKENS or int(live_rows or 0) < 1:
         raise UsageError(f"--trace-cell {text}: give METHOD:K:LIVE_ROWS[:CLASS], METHOD one of {', '.join(known)}")
@@ -168,7 +168,7 @@ def _known_methods(asked: frozenset[Method], config: RunConfig) -> frozenset[Met
     """The methods to measure: those asked for, all that are possible where none is."""
     possible = available_methods(config)
     if asked - possible:
-        names = ", ".join(sorted(method.value.replace("_", "-") for method in asked - possible))
+        names = ", ".join(sorted(method.option_name for method in asked - possible))
         missing = "needs --draft-model" if config.engine.draft_model is None else "--engine vllm has no such method"
         raise UsageError(f"--methods {names}: {missing}")
     return asked or possible
@@ -181,7 +181,7 @@ def _traced_rows(rows: Sequence[Request], cell: TraceCell, config: RunConfig) ->
             f"--trace-cell: {cell.live_rows} live rows are more than --max-batch {config.engine.max_batch}"
         )
     if cell.route.method not in (Method.TARGET_ONLY, *available_methods(config)):
-        raise UsageError(f"--trace-cell: {cell.route.method.value} needs --draft-model")
+        raise UsageError(f"--trace-cell: {cell.route.method.option_name} needs --draft-model")
     found = [row for row in rows if cell.request_class in (None, row.request_class)]
     if not found:
         raise UsageError(f"--trace-cell: the input has no row of class {cell.request_class}")
@@ -209,16 +209,23 @@ def show_profile(path: str, image: str | None = None) -> str:
 
 def readable_rows(config: RunConfig) -> list[Request]:
     """The rows that can be answered: all of them, or windows spread evenly over a long input."""
+    return read_rows(config)[0]
+
+
+def read_rows(config: RunConfig) -> tuple[list[Request], int]:
+    """The readable rows, and how many were read to find them."""
     inputs = resolve_inputs(config.input)
     parser = RowParser(config.input, config.sampling)
     rows: list[Request] = []
+    num_read = 0
     with InputReader(inputs) as reader:
         for file, start, stop in _windows(inputs):
             first = inputs.files[file].first_row_index + start
             for batch in reader.iter_batches(file, start, stop - start):
                 rows += [row for row in parser.parse(batch, first) if isinstance(row, Request)]
                 first += batch.num_rows
-    return rows
+                num_read += batch.num_rows
+    return rows, num_read
 
 
 def _windows(inputs: InputSet) -> Iterator[tuple[int, int, int]]:

@@ -11,6 +11,7 @@ from batchspec.accounting.usage import Usage
 from batchspec.config import RunConfig
 from batchspec.io.inputs import InputSet
 from batchspec.profile.policy import StaticPolicy
+from batchspec.profile.records import Profile, StepCost
 from batchspec.types import Completion, EngineInfo, Outcome, Route
 
 
@@ -18,7 +19,8 @@ from batchspec.types import Completion, EngineInfo, Outcome, Route
 class WorkerSpec:
     """All that a worker needs. `worker` numbers its place, which a successor takes over when it dies.
 
-    Where its engine serves one route alone, `routes` settles each row's, and `route` is the one that it serves.
+    Rows are routed by `routes`; where its engine serves one route alone, that is `route`. `step_cost` is that of the
+    profile, if there is one.
     `spawned_at` is the monotonic clock of this machine: the worker's seconds are metered from there on.
     """
 
@@ -34,8 +36,9 @@ class WorkerSpec:
     spawned_at: float
     parent_pid: int
     part_metadata: Mapping[str, str]
+    routes: StaticPolicy | Profile
     route: Route | None = None
-    routes: StaticPolicy | None = None
+    step_cost: StepCost | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,8 +186,8 @@ def _option(field: Field[Any], kind: Any) -> Callable[[Any], Any]:
     if field.name == "kv_memory_bytes":
         return click.option(*names, type=_Bytes(), **common)
     if kind is Method:
-        common["default"] = _dashed(RouteConfig().method)
-        return click.option(*names, type=_MethodName([_dashed(method) for method in Method]), **common)
+        common["default"] = RouteConfig().method.option_name
+        return click.option(*names, type=_MethodName([method.option_name for method in Method]), **common)
     return click.option(*names, type=kind, **common)
 
 
@@ -273,7 +273,3 @@ def _without_none(kind: Any) -> Any:
     if isinstance(kind, types.UnionType):
         return next(member for member in typing.get_args(kind) if member is not type(None))
     return kind
-
-
-def _dashed(method: Method) -> str:
-    return method.value.replace("_", "-")

@@ -10,20 +10,19 @@ from typing import Any
 
 from batchspec.accounting.cost import cost_usd
 from batchspec.config import AUTO_PROFILE, NO_PROFILE, RunConfig
-from batchspec.engine.vllm_routes import engine_key
+from batchspec.engine.vllm_routes import engine_key, needs_target_only
 from batchspec.errors import CostLimitExceeded, MismatchError, RowError, UsageError
 from batchspec.io.inputs import resolve_inputs
 from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.devices import worker_places
-from batchspec.pipeline.measuring import readable_rows
+from batchspec.pipeline.measuring import read_rows
 from batchspec.pipeline.models import locate_models
-from batchspec.pipeline.profiling import available_methods, check_profile, run_fingerprint
-from batchspec.profile.policy import ANY_CLASS, setting_name
+from batchspec.pipeline.profiling import check_profile, policy_of, profile_routes, run_fingerprint
+from batchspec.profile.policy import ANY_CLASS, StaticPolicy, setting_name
 from batchspec.profile.predict import predict_seconds
 from batchspec.profile.records import ClassSample, Profile
-from batchspec.profile.routing import job_policy
 from batchspec.profile.store import fingerprint_differences, load_profile
-from batchspec.types import Method, Request, Route
+from batchspec.types import Method, Route
 from batchspec.workload import RequestClassifier
 
 # Rows whose prompts are tokenised and that are stepped through; larger jobs are scaled up.
@@ -113,9 +112,11 @@ def compare_engines(config: RunConfig, files: Sequence[str]) -> list[JobPlan]:
 
 def _plan(config: RunConfig, profile: Profile, num_rows: int) -> JobPlan:
     """The plan of `num_rows` rows by a profile that fits."""
-    samples, scale = _expected_rows(profile, readable_rows(config), config, num_rows)
+    samples, scale, shared_tokens = _expected_rows(profile, config, num_rows)
     batch, plain, in_phases = config.engine.max_batch, Route(Method.TARGET_ONLY), profile.one_route_per_engine
-    policy = job_policy(profile, available_methods(config), batch, num_rows)
+    policy = policy_of(config, profile_routes(config, profile, num_rows))
+    if in_phases and needs_target_only(config.sampling):
+        policy = StaticPolicy(plain)
     places = worker_places(config)
 
     def seconds_of(route_of: Callable[[str, int], Route]) -> float:
@@ -124,11 +125,12 @@ def _plan(config: RunConfig, profile: Profile, num_rows: int) -> JobPlan:
         for sample in samples:
             phases[engine_key(route_of(sample.request_class, batch)) if in_phases else None].append(sample)
         decode_seconds = sum(predict_seconds(profile, phase, route_of, batch) for phase in phases.values())
+        decode_seconds -= shared_tokens * profile.step_cost.prefill_per_token
         return len(phases) * profile.load_seconds + decode_seconds * scale / len(places)
 
     seconds, target_only = seconds_of(policy.route), seconds_of(lambda label, n: plain)
     spread = max([_LEAST_SPREAD, *(abs(t.seconds / t.predicted_seconds - 1) for t in profile.trials)])
-    saving = 1 - seconds / target_only
+    saving = 1 - seconds / target_only if target_only else 0.0
     price, num_devices = config.run.price_per_hour, sum(place.device_share for place in places)
     low, high = seconds / (1 + spread), seconds * (1 + spread)
     shown = {sample.request_class: setting_name(policy.route(sample.request_class, batch)) for sample in samples}
@@ -174,32 +176,46 @@ def refuse_expensive(plan: JobPlan, max_cost_usd: float | None) -> None:
         )
 
 
-def _expected_rows(
-    profile: Profile, rows: Sequence[Request], config: RunConfig, num_rows: int
-) -> tuple[list[ClassSample], float]:
-    """Rows to step through, by class, with tokenised prompts and the profile's answers; and how many each stands for.
+def _expected_rows(profile: Profile, config: RunConfig, num_rows: int) -> tuple[list[ClassSample], float, int]:
+    """Rows to step through, by class, with tokenised prompts and the profile's answers; how many each stands for; and
+    how many of their prompt tokens need not be read since they begin like an earlier row.
 
-    A class that the profile does not know writes like all classes together.
+    A class that the profile does not know writes like all classes together. Rows that cannot be answered take no time.
     """
     from batchspec.engine.prompts import PromptEncoder, load_tokenizer
 
     encoder = PromptEncoder(load_tokenizer(Path(config.engine.model)), 2**31, config.engine.neutralize_special_tokens)
-    stride = max(1, len(rows) // _TOKENISED_ROWS)
+    rows, num_read = read_rows(config)
+    taken = rows[:: max(1, len(rows) // _TOKENISED_ROWS)]
     known = {sample.request_class: sample for sample in profile.samples}
     everything = [tokens for sample in profile.samples for tokens in sample.output_tokens]
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for request in rows[::stride]:
+    prompts: list[list[int]] = []
+    for request in taken:
         label = RequestClassifier().label(request.request_class)
         answers = known[label].output_tokens if label in known else everything
         try:
-            num_input_tokens = len(encoder.encode(request))
+            prompt = encoder.encode(request)
         except RowError:
             continue
+        prompts.append(prompt)
         of_class = found[label if label in known else ANY_CLASS]
         output_tokens = min(answers[len(of_class) % len(answers)], request.sampling.max_new_tokens)
-        of_class.append((num_input_tokens, output_tokens))
+        of_class.append((len(prompt), output_tokens))
     samples = [
         ClassSample(label, tuple(i for i, _ in pairs), tuple(o for _, o in pairs)) for label, pairs in found.items()
     ]
-    counted = sum(sample.num_rows for sample in samples)
-    return samples, num_rows / max(1, counted)
+    answerable = len(rows) / max(1, num_read)
+    engine = config.engine
+    shared = 0 if engine.no_shared_prefixes else _shared_tokens(prompts, engine.prefill_chunk_tokens)
+    return samples, num_rows * answerable / max(1, len(taken)), shared
+
+
+def _shared_tokens(prompts: Sequence[Sequence[int]], grain: int) -> int:
+    """Tokens in whole chunks at the start of a prompt which an earlier one starts with, too."""
+    seen, shared = set[tuple[int, ...]](), 0
+    for prompt in prompts:
+        begun = [tuple(prompt[:end]) for end in range(grain, len(prompt), grain)]
+        shared += grain * sum(start in seen for start in begun)
+        seen.update(begun)
+    return shared

@@ -14,12 +14,12 @@ from batchspec.config import AUTO_PROFILE, NO_PROFILE, RouteConfig, RunConfig, c
 from batchspec.engine.versions import vllm_version
 from batchspec.errors import UsageError
 from batchspec.io.store import Store
-from batchspec.pipeline.devices import device_type, worker_places
+from batchspec.pipeline.devices import CPU, device_type, worker_places
 from batchspec.pipeline.identity import model_identity, samples_by_rejection
-from batchspec.profile.holdout import HoldoutPolicy
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.phase_routes import phase_routes
 from batchspec.profile.policy import StaticPolicy, static_policy
+from batchspec.profile.records import Profile, StepCost
 from batchspec.profile.store import fingerprint_differences, load_profile, refuse_stale_profile
 from batchspec.types import Method, RoutePolicy, SamplingParams
 
@@ -28,31 +28,43 @@ logger = logging.getLogger(__name__)
 PROFILE_COPY_NAME = "_batchspec/profile.json"
 
 
-def build_policy(config: RunConfig, settled: StaticPolicy | None = None) -> HoldoutPolicy:
-    """The policy of a worker: the routes that are `settled` for the job, else by profile where there is one, else as
-    the options say."""
-    policy: RoutePolicy = settled or static_policy(config.routes, config.engine.draft_model)
-    if settled is None and config.routes.profile not in (None, NO_PROFILE):
-        profile = load_profile(Path(config.routes.profile))
-        policy = MeasuredPolicy(profile, available_methods(config), config.engine.max_batch)
-        if samples_by_rejection(config):
-            policy = policy.frozen(profile.max_batch)
-    return HoldoutPolicy(policy, config.run.holdout, config.sampling.seed)
-
-
-def settled_routes(config: RunConfig, num_rows: int) -> StaticPolicy:
-    """The routes of a job of `num_rows` rows whose engines serve one route each: by profile where there is one, else
-    as the options say."""
+def job_routes(config: RunConfig, num_rows: int) -> StaticPolicy | Profile:
+    """What all workers of a job of `num_rows` rows route by, read from its files once, here: the profile where routes
+    follow live occupancy, else the routes themselves."""
     if config.routes.profile in (None, NO_PROFILE):
         return static_policy(config.routes, config.engine.draft_model)
-    profile = load_profile(Path(config.routes.profile))
-    return phase_routes(profile, available_methods(config), config.engine.max_batch, num_rows)
+    return profile_routes(config, load_profile(Path(config.routes.profile)), num_rows)
 
 
-def profile_digest(config: RunConfig) -> str | None:
-    """The content of the profile that routes the rows."""
+def job_step_cost(config: RunConfig) -> StepCost | None:
+    """What steps cost by the profile; None without one."""
     path = config.routes.profile
-    return None if path in (None, NO_PROFILE) else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return None if path in (None, NO_PROFILE) else load_profile(Path(path)).step_cost
+
+
+def profile_routes(config: RunConfig, profile: Profile, num_rows: int) -> StaticPolicy | Profile:
+    """The profile itself, or the routes that it settles: where each needs an engine of its own, and where a row's text
+    depends on its route (then by what the profile says at its own largest batch, whatever the run's is)."""
+    methods, settled = available_methods(config), samples_by_rejection(config)
+    max_batch = profile.max_batch if settled else config.engine.max_batch
+    if profile.one_route_per_engine:
+        return phase_routes(profile, methods, max_batch, num_rows)
+    return MeasuredPolicy(profile, methods, max_batch).frozen(max_batch) if settled else profile
+
+
+def policy_of(config: RunConfig, routes: StaticPolicy | Profile) -> RoutePolicy:
+    if isinstance(routes, Profile):
+        return MeasuredPolicy(routes, available_methods(config), config.engine.max_batch)
+    return routes
+
+
+def route_files(config: RunConfig) -> dict[str, str | None]:
+    """Digests of the files that route the rows."""
+    paths = {"profile": config.routes.profile, "routes_file": config.routes.routes_file}
+    return {
+        name: None if path in (None, NO_PROFILE) else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        for name, path in paths.items()
+    }
 
 
 def available_methods(config: RunConfig) -> frozenset[Method]:
@@ -143,12 +155,16 @@ def run_fingerprint(config: RunConfig) -> dict[str, str]:
         "engine": engine.engine,
         "dtype": engine.dtype if engine.dtype != "auto" else _stored_dtype(Path(engine.model)),
         "device_type": device_type(places),
-        "threads": str(places[0].threads),
         "torch": metadata.version("torch"),
         "transformers": metadata.version("transformers"),
         "acceptance_rule": engine.acceptance_rule,
         "sampling": sampling_cell(config.sampling),
+        "tensor_parallel_size": str(engine.tensor_parallel_size),
     }
+    if found["device_type"] == CPU:
+        found["threads"] = str(places[0].threads)
+    if engine.draft_model:
+        found["draft_device"] = engine.draft_device or "the target's"
     if engine.engine == "vllm":
         found |= {"vllm": vllm_version(), "vllm_arg": " ".join(engine.vllm_arg)}
     for role, path in (("target", engine.model), ("draft", engine.draft_model)):

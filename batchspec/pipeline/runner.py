@@ -29,7 +29,7 @@ from batchspec.pipeline.logs import set_up_logging
 from batchspec.pipeline.models import locate_model, locate_models, refuse_large_demo
 from batchspec.pipeline.output import resolve_output
 from batchspec.pipeline.plan import Manifest, json_line, load_manifest, plan, save_manifest
-from batchspec.pipeline.profiling import check_profile, keep_profile, profile_digest
+from batchspec.pipeline.profiling import check_profile, keep_profile, route_files
 from batchspec.pipeline.resume import (
     Stock,
     clear_output,
@@ -99,7 +99,7 @@ def prepare(config: RunConfig) -> Job:
     config = check_profile(config)
     identity = job_identity(config, inputs, model_path)
     if samples_by_rejection(config):
-        identity["profile"] = profile_digest(config)
+        identity |= route_files(config)
     versions = job_versions(config, device_type(places))
     return Job(config, inputs, output, places, identity, versions)
 

@@ -28,9 +28,11 @@ from batchspec.pipeline.messages import Counters, Shard, WorkerSpec
 from batchspec.pipeline.meter import AttemptMeter
 from batchspec.pipeline.phases import Phase, plan_phases
 from batchspec.pipeline.plan import Manifest, to_json
-from batchspec.pipeline.profiling import keep_profile
+from batchspec.pipeline.profiling import job_routes, job_step_cost, keep_profile
 from batchspec.pipeline.supervisor import Supervisor
 from batchspec.pipeline.timeline import Timeline
+from batchspec.profile.policy import StaticPolicy
+from batchspec.profile.records import Profile, StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ class Session:
         self._deaths = Deaths(store, attempt.attempt, attempt.price_per_hour, config.run.max_worker_deaths)
         self._supervisors: list[Supervisor] = []
         self._phase = Phase()
+        self._routes: StaticPolicy | Profile | None = None
+        self._step_cost: StepCost | None = None
         self._timeline = Timeline()
         self._saved_at = 0.0
         self.part_metadata = self._part_metadata()
@@ -76,8 +80,12 @@ class Session:
         self._save()
         self._measure_profile()
         try:
-            phases = plan_phases(self._config, self._inputs)
+            self._routes = job_routes(self._config, self._inputs.num_rows)
+            self._step_cost = job_step_cost(self._config)
+            phases = plan_phases(self._config, self._inputs, self._routes)
             for number, phase in enumerate(phases, start=1):
+                if not shards:
+                    break
                 if len(phases) > 1:
                     logger.info("phase %d of %d: %s", number, len(phases), phase.title)
                 shards = self._run_phase(phase, shards, interrupts, on_tick)
@@ -133,6 +141,7 @@ class Session:
             logger.warning("the record of this attempt could not be written: %s", fault)
 
     def _new_spec(self, worker: int, spawned_at: float) -> WorkerSpec:
+        assert self._routes is not None
         place = self._places[worker]
         return WorkerSpec(
             worker=worker,
@@ -147,8 +156,9 @@ class Session:
             spawned_at=spawned_at,
             parent_pid=os.getpid(),
             part_metadata=self.part_metadata,
+            routes=self._routes,
             route=self._phase.route,
-            routes=self._phase.routes,
+            step_cost=self._step_cost,
         )
 
     def _part_metadata(self) -> dict[str, str]:

@@ -16,9 +16,11 @@ from batchspec.engine import SelectiveEngine, load_engine
 from batchspec.errors import BatchspecError
 from batchspec.pipeline.feed import ShardFeed
 from batchspec.pipeline.messages import Failed, Finished, Link, Ready, Report, WorkerSpec
-from batchspec.pipeline.profiling import build_policy
+from batchspec.pipeline.profiling import policy_of
 from batchspec.pipeline.shards import ShardBook
 from batchspec.pipeline.watch import WatchedPolicy
+from batchspec.profile.holdout import HoldoutPolicy
+from batchspec.profile.predict import attribution_rule
 from batchspec.types import Engine, EngineInfo, Request
 
 logger = logging.getLogger(__name__)
@@ -54,9 +56,11 @@ class Worker:
     def run(self) -> None:
         spec = self._spec
         engine_config = spec.config.engine
-        holdout = build_policy(spec.config, spec.routes)
+        sampling, run = spec.config.sampling, spec.config.run
+        holdout = HoldoutPolicy(policy_of(spec.config, spec.routes), run.holdout, sampling.seed)
         self._policy = WatchedPolicy(holdout)
-        attribution = StepAttributionRule()
+        cost = spec.step_cost
+        attribution = StepAttributionRule() if cost is None else attribution_rule(cost, engine_config.max_batch)
         engine = load_engine(engine_config, spec.device, spec.threads, spec.device_share, attribution, spec.route)
         # The process's start and the imports: what passed before the engine's own clock ran.
         until_now = (time.monotonic() - spec.spawned_at) * spec.device_share

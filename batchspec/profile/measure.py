@@ -70,7 +70,8 @@ def measure_profile(
         )
     skipped = []
     if len(completions) < len(requests):
-        skipped.append(f"{len(requests) - len(completions)} of {len(requests)} sampled rows: half the budget was spent")
+        missing = len(requests) - len(completions)
+        skipped.append(f"{missing} of {len(requests)} sampled rows: they failed, or half the budget was spent")
     own_seconds = lines(before, engine.metered_seconds)["overhead"] / max(1, steps.num_row_steps)
     lookup_seconds = _lookup_seconds([c.decoded for c in completions], min(scope.least_matches))
 

@@ -72,7 +72,7 @@ class MeasuredPolicy:
         self._methods = methods
         self._max_batch = max_batch
         self._table: dict[tuple[int, frozenset[Method]], Mapping[str, Decision]] = {}
-        self._live: dict[str, LiveAcceptance] = {}
+        self._live: dict[tuple[str, Method], LiveAcceptance] = {}
         self._replayed: dict[str, LiveAcceptance] = {}
         self._lost: dict[str, dict[Method, float]] = {}  # with the acceptance that each was lost for
         self.events: list[str] = []
@@ -109,10 +109,11 @@ class MeasuredPolicy:
         for request_class, proposed, accepted in step.drafts:
             label = label_of(request_class)
             decision = self._decision(label, step.num_live)
-            live = self._live.setdefault(label, LiveAcceptance())
+            method = decision.route.method
+            live = self._live.setdefault((label, method), LiveAcceptance())
             live.add(proposed, accepted, decision.break_even)
-            if live.falls_short and decision.route.method is not Method.TARGET_ONLY:
-                self._lose(label, decision.route.method, live)
+            if live.falls_short and method is not Method.TARGET_ONLY:
+                self._lose(label, method, live)
         for request_class, token_ids, num_prompt_tokens in step.retired:
             label = label_of(request_class)
             if Method.PROMPT_LOOKUP in self._lost.get(label, ()):
@@ -124,11 +125,11 @@ class MeasuredPolicy:
             f"{label}: {live.accepted} of the last {live.proposed} proposed tokens were accepted, "
             f"{live.needed:.0f} would pay; no more {method.value} where so few do not"
         )
-        self._live[label] = LiveAcceptance()
+        del self._live[label, method]
 
     def _replay(self, label: str, row: DecodedRow, occupancy: int) -> None:
-        """Judge prompt lookup on a row that was decoded without it: as it would propose, every proposed token counted,
-        as in a live step."""
+        """Judge prompt lookup on what a row wrote: as it would propose, every proposed token counted, as in a live
+        step."""
         decision = self._of(label, self.decisions(occupancy, frozenset(self._lost[label]) - {Method.PROMPT_LOOKUP}))
         route = decision.route
         if route.method is not Method.PROMPT_LOOKUP:
@@ -141,7 +142,6 @@ class MeasuredPolicy:
         if replayed.full and replayed.accepted > replayed.needed * _RETURN_MARGIN:
             del self._lost[label][Method.PROMPT_LOOKUP]
             del self._replayed[label]
-            self._live[label] = LiveAcceptance()
             self._event(f"{label}: replayed proposals pay again; prompt_lookup from here")
 
     def _event(self, text: str) -> None:

@@ -104,7 +104,7 @@ def _parse_table(
         found += _limit_problems(f"{where} min_match_tokens", table["min_match_tokens"], 1, MAX_MATCH_TOKENS)
     method = _parse_method(table.get("method"))
     if method is None:
-        names = ", ".join(_option_name(known) for known in Method)
+        names = ", ".join(known.option_name for known in Method)
         found.append(f"{where} method must be one of {names}, got {table.get('method', 'nothing')!r}")
     else:
         found += _method_problems(f"{where} method", method, draft_model)
@@ -125,13 +125,9 @@ def _parse_method(name: object) -> Method | None:
     return known.get(name.replace("-", "_")) if isinstance(name, str) else None
 
 
-def _option_name(method: Method) -> str:
-    return method.value.replace("_", "-")
-
-
 def _method_problems(what: str, method: Method, draft_model: str | None) -> list[str]:
     if method in _DRAFT_MODEL_METHODS and draft_model is None:
-        return [f"{what} {_option_name(method)} needs a draft model: name one with --draft-model"]
+        return [f"{what} {method.option_name} needs a draft model: name one with --draft-model"]
     return []
 
 

@@ -6,12 +6,13 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from batchspec.accounting.cost import StepAttributionRule
 from batchspec.config import MAX_SPECULATIVE_TOKENS
 from batchspec.ngrams import grade_of
 from batchspec.profile.options import ClassOptions, Option, any_class, class_options
 from batchspec.profile.policy import ANY_CLASS
 from batchspec.profile.records import ClassSample, Profile, StepCost
-from batchspec.types import Method, Route
+from batchspec.types import Completion, Method, Route
 from batchspec.workload import label_of
 
 # Steps are skipped over in one go while the live set does not change, but no further than this.
@@ -39,6 +40,21 @@ def predict_seconds(
 def mean_options(profile: Profile) -> tuple[ClassOptions, ...]:
     """Acceptance as estimated, nothing taken off for doubt; `*` for classes that the profile does not know."""
     return (*class_options(profile, doubt=0.0), any_class(profile, doubt=0.0))
+
+
+def target_only_seconds(cost: StepCost, row: Completion) -> float:
+    """Device seconds that an answered row would take without speculation, beside as many rows as it had."""
+    live, context = max(1.0, row.mean_live_sequences), row.input_tokens + row.output_tokens / 2
+    prefill = (row.input_tokens - row.cached_input_tokens) * cost.prefill_per_token
+    return prefill + max(0, row.output_tokens - 1) * cost.step_seconds(live, live, context) / live
+
+
+def attribution_rule(cost: StepCost, max_batch: int) -> StepAttributionRule:
+    """The split of a step's seconds by what steps cost here: a straight line through a batch of one position a row and
+    one of two."""
+    per_position = (cost.target.at(2 * max_batch) - cost.target.at(max_batch)) / max_batch
+    per_step = max(0.0, cost.target.at(max_batch) - max_batch * per_position)
+    return StepAttributionRule(per_step, max(cost.per_sequence, 1e-9), max(0.0, per_position), cost.per_kv_token)
 
 
 def predicted_tokens_per_step(profile: Profile, routes: Mapping[str, Route]) -> dict[str, float]:

@@ -37,7 +37,8 @@ class ClassSample:
 
 @dataclass(frozen=True)
 class AcceptanceCell:
-    """How proposals of one method fared in one class, replayed over exact outputs.
+    """How proposals of one method fared in one class: replayed over exact outputs, or, where an engine drafts out of
+    sight, as it counted them.
 
     `match_tokens` and `match_support` (batchspec.ngrams.Support) tell prompt lookup's cells apart (None for a draft
     model). Steps depend on what is proposed in those before: every least match, `min_match_tokens`, has cells of its
@@ -133,7 +134,8 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of an A/B on real rows: target_only or routed, beside what the profile predicts for it."""
+    """One run of an A/B on real rows (target_only, routed, or the route of an engine), beside what the profile predicts
+    for it."""
 
     setting: str
     max_batch: int

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter
 
+from batchspec.errors import InputError
 from batchspec.profile.policy import StaticPolicy
 from batchspec.profile.scope import ListSource
-from batchspec.types import Completion, Engine, Request, Route, SamplingParams
+from batchspec.types import Completion, Engine, Request, Route
 
 # Tokens of a run that times steps: enough that its first steps, which read prompts, weigh little.
 _TIMED_TOKENS = 33
@@ -70,9 +71,14 @@ def _decode(engine: Engine, source: ListSource, route: Route) -> list[Completion
 def _step_time(engine: Engine, requests: Sequence[Request], num_rows: int, route: Route) -> StepTime:
     """`num_rows` rows decoded together, all for as many tokens. Their prompts have just been read: where the engine
     keeps prompts, hardly a step does anything else."""
-    sampling = SamplingParams(max_new_tokens=_TIMED_TOKENS, min_new_tokens=_TIMED_TOKENS)
-    rows = [replace(requests[i % len(requests)], row_index=i, sampling=sampling) for i in range(num_rows)]
+    rows = []
+    for i in range(num_rows):
+        request = requests[i % len(requests)]
+        sampling = replace(request.sampling, stop=(), max_new_tokens=_TIMED_TOKENS, min_new_tokens=_TIMED_TOKENS)
+        rows.append(replace(request, row_index=i, sampling=sampling))
     found = _decode(engine, ListSource(rows), route)
+    if not found:
+        raise InputError(f"no row has room for {_TIMED_TOKENS} more tokens: steps cannot be timed")
     row_steps = sum(c.stats.num_target_steps - 1 for c in found)  # the first token comes of the prompt's own forward
     steps = row_steps / num_rows
     drafted = sum(c.stats.num_draft_tokens for c in found)

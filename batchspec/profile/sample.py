@@ -41,13 +41,18 @@ def sampled_completions(
 
 
 def stratified(requests: Sequence[Request], num_rows: int) -> list[Request]:
-    """`num_rows` rows, every class as equally as its rows allow, spread over the input; classes interleaved."""
+    """At most `num_rows` rows, but one of every class: classes as equal as their rows allow, those of each spread over
+    the input, classes interleaved."""
     by_class: dict[str, list[Request]] = defaultdict(list)
     for request in requests:
         by_class[RequestClassifier().label(request.request_class)].append(request)
-    share = max(1, num_rows // max(1, len(by_class)))
-    picked = [rows[:: max(1, len(rows) // share)][:share] for rows in by_class.values()]
-    return [rows[i] for i in range(share) for rows in picked if i < len(rows)]
+    count_of, left = dict[str, int](), num_rows
+    for rank, label in enumerate(sorted(by_class, key=lambda label: len(by_class[label]))):
+        # what a small class leaves goes to larger ones
+        count_of[label] = min(len(by_class[label]), max(1, left // (len(by_class) - rank)))
+        left -= count_of[label]
+    picked = [[rows[i * len(rows) // count_of[c]] for i in range(count_of[c])] for c, rows in by_class.items()]
+    return [rows[i] for i in range(max(map(len, picked), default=0)) for rows in picked if i < len(rows)]
 
 
 def class_samples(completions: Sequence[SampledCompletion]) -> tuple[ClassSample, ...]:

@@ -53,6 +53,8 @@ def _phase_lines(profile: Profile, methods: frozenset[Method]) -> list[str]:
         cells = [f"{_SHORT[r.method]} {r.num_speculative_tokens}" if r.num_speculative_tokens else "-" for r in found]
         lines.append(f"{label:<{width}}  " + "".join(f"{cell:>14}" for cell in cells))
     first = "Do not speculate here: no class gains at any batch."
+    if not profile.acceptance:
+        first = "No engine that speculates was measured: raise --budget."
     if any(route.num_speculative_tokens for found in routes.values() for route in found):
         first = "A long job speculates where a cell says so; every route in a column is an engine of its own."
     return [first, "", *lines, "", "cells: method, tokens proposed (- target-only)"]

@@ -20,6 +20,9 @@ _LONG_CONTEXT = 1024
 _WIDE = 4
 _CHUNK = 256
 
+# Room for the positions of a wide step behind its context.
+_STEP_TOKENS = 32
+
 
 class StepCostTimer:
     """Times the target's forwards, and the draft model's where there is one, of an engine that is at rest. Asked again
@@ -28,15 +31,17 @@ class StepCostTimer:
     def __init__(self, parts: EngineParts, token_ids: Sequence[int], sampling: SamplingParams) -> None:
         from batchspec.engine.drafters import DraftModelDrafter
         from batchspec.engine.sampling import Sampler
-        from batchspec.engine.timing import StepTimer, most_context
+        from batchspec.engine.timing import StepTimer, most_tokens
 
         self._batch = parts.info.max_batch
-        self._context = min(_LONG_CONTEXT, most_context(parts.model, parts.kv, self._batch))
-        if self._context <= _SHORT_CONTEXT:
+        self._context = min(_LONG_CONTEXT, most_tokens(parts.model, parts.kv, self._batch) - _STEP_TOKENS)
+        chunk = min(_CHUNK, most_tokens(parts.model, parts.kv, 1) // 2)
+        if min(self._context, chunk) <= _SHORT_CONTEXT:
             raise UsageError("the KV cache is too small to time a full batch: raise --kv-memory, or lower --max-batch")
         drafter = parts.drafters.get(Method.DRAFT_MODEL)
         if isinstance(drafter, DraftModelDrafter):
-            self._context = min(self._context, most_context(drafter.model, drafter.kv, self._batch))
+            self._context = min(self._context, most_tokens(drafter.model, drafter.kv, self._batch) - _STEP_TOKENS)
+            chunk = min(chunk, most_tokens(drafter.model, drafter.kv, 1) // 2)
         sampler = Sampler(parts.stop_ids)
         self._target_shapes = [self._shape(count) for count in _POSITIONS]
         self._draft_shapes = [self._shape(count) for count in _POSITIONS if count <= 2 * self._batch + 1]
@@ -44,7 +49,7 @@ class StepCostTimer:
         self._far: Shape = (self._batch, 1, self._context, False)
         self._wide_near: Shape = (self._batch, _WIDE, _SHORT_CONTEXT, False)
         self._wide_far: Shape = (self._batch, _WIDE, self._context, False)
-        self._chunk: Shape = (1, _CHUNK, _CHUNK, True)
+        self._chunk: Shape = (1, chunk, chunk, True)
         few = [self._near, self._far, self._chunk]
         wide = [self._wide_near, self._wide_far]
         self._target = StepTimer(
@@ -68,7 +73,7 @@ class StepCostTimer:
         wide_per_kv_token = max(per_kv_token, self._per_kv_token(seconds, self._wide_near, self._wide_far))
         per_position_kv_token = (wide_per_kv_token - per_kv_token) / (_WIDE - 1)
         curve = _curve(seconds, self._target_shapes, per_kv_token, per_position_kv_token)
-        prefill = seconds[self._chunk] / _CHUNK
+        prefill = seconds[self._chunk] / self._chunk[1]
         cost = StepCost(curve, per_kv_token, per_position_kv_token, per_sequence, per_lookup, prefill)
         if self._draft is None:
             return cost
@@ -78,7 +83,7 @@ class StepCostTimer:
             cost,
             draft=_curve(seconds, self._draft_shapes, per_kv_token, 0.0),
             draft_per_kv_token=per_kv_token,
-            draft_prefill_per_token=seconds[self._chunk] / _CHUNK,
+            draft_prefill_per_token=seconds[self._chunk] / self._chunk[1],
         )
 
     def _shape(self, positions: int) -> Shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from batchspec.profile.records import PROFILE_VERSION, Profile
 def save_profile(profile: Profile, path: Path) -> None:
     """Write the profile, whole or not at all."""
     text = json.dumps(asdict(profile), indent=1, sort_keys=True, allow_nan=False)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(path)
@@ -52,11 +53,14 @@ def parse_profile(text: str, path: str) -> Profile:
 
 
 def fingerprint_differences(profile: Profile, now: Mapping[str, str]) -> list[str]:
-    """What the profile was measured with and this run is not, one line per item."""
-    names = sorted(profile.fingerprint.keys() | now.keys())
+    """What the profile was measured with and this run is not, one line per item. A GPU that this machine cannot name,
+    since it is another's, is taken to be the profile's."""
+    names = profile.fingerprint.keys() | now.keys()
+    if now.get("device_type") == "cuda" and profile.fingerprint.get("device_type", "cpu") != "cpu":
+        names -= {"device_type"}
     return [
         f"{name}: profile {profile.fingerprint.get(name, 'none')}, run {now.get(name, 'none')}"
-        for name in names
+        for name in sorted(names)
         if profile.fingerprint.get(name) != now.get(name)
     ]
 

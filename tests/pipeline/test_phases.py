@@ -15,6 +15,7 @@ from batchspec.io.results import load_results
 from batchspec.pipeline import session
 from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.phases import Phase, plan_phases
+from batchspec.pipeline.profiling import job_routes
 from batchspec.pipeline.runner import generate
 from batchspec.types import Method, Route
 from tests.pipeline.faults import environment_with
@@ -68,7 +69,7 @@ def classes_config(write_prompts: WritePrompts, tmp_path: Path) -> RunConfig:
 def in_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment_with(tmp_path / "faults", SELECTIVE).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(session, "plan_phases", lambda config, inputs: PHASES)
+    monkeypatch.setattr(session, "plan_phases", lambda config, inputs, routes: PHASES)
 
 
 def expected_answers(config: RunConfig, tmp_path: Path) -> list[dict[str, Any]]:
@@ -106,10 +107,10 @@ def test_a_stop_between_phases_is_resumed(
 ) -> None:
     expected = expected_answers(classes_config, tmp_path)
     in_phases(tmp_path, monkeypatch)
-    monkeypatch.setattr(session, "plan_phases", lambda config, inputs: PHASES[:1])
+    monkeypatch.setattr(session, "plan_phases", lambda config, inputs, routes: PHASES[:1])
     with pytest.raises(Exception, match="is not whole"):
         generate(classes_config)
-    monkeypatch.setattr(session, "plan_phases", lambda config, inputs: PHASES)
+    monkeypatch.setattr(session, "plan_phases", lambda config, inputs, routes: PHASES)
     generate(classes_config)
     assert answers(tmp_path / "out") == expected
     attempts = load_results(str(tmp_path / "out"), ["attempt", "method"]).to_pylist()
@@ -117,24 +118,45 @@ def test_a_stop_between_phases_is_resumed(
     assert sum(row["attempt"] == 1 for row in attempts) >= 60
 
 
-def test_vllm_has_a_phase_for_every_engine_that_rows_may_need(classes_config: RunConfig) -> None:
-    inputs = resolve_inputs(classes_config.input)
-    assert plan_phases(classes_config, inputs) == (Phase(),)
+def titles(config: RunConfig) -> list[str]:
+    inputs = resolve_inputs(config.input)
+    return [phase.title for phase in plan_phases(config, inputs, job_routes(config, inputs.num_rows))]
+
+
+def test_vllm_has_a_phase_for_every_engine_that_rows_may_need(
+    classes_config: RunConfig, write_prompts: WritePrompts
+) -> None:
+    assert titles(classes_config) == ["all rows"]
     config = with_parts(classes_config, engine={"engine": "vllm"})
-    assert [phase.title for phase in plan_phases(config, inputs)] == [
+    assert titles(config) == [
         "target-only for class chat, every other class",
         "prompt-lookup with 4 tokens for class code",
         "prompt-lookup with 2 tokens for class maths",
     ]
     speculating = with_parts(config, routes={"method": Method.PROMPT_LOOKUP, "routes_file": None})
-    assert [phase.title for phase in plan_phases(speculating, inputs)] == [
-        "prompt-lookup with 4 tokens for all classes"
-    ]
+    assert titles(speculating) == ["prompt-lookup with 4 tokens for all classes"]
     stopping = with_parts(speculating, sampling={"stop": ("###",)})
-    assert [phase.title for phase in plan_phases(stopping, inputs)] == [
+    assert titles(stopping) == ["target-only for all rows: they have a stop string, min_p or logit_bias"]
+    differing = write_prompts(["a", "b"], "differing.parquet", min_p=[0.1, None])
+    assert titles(with_parts(speculating, input={"inputs": (str(differing),)})) == [
         "target-only for rows with a stop string, min_p or logit_bias",
         "prompt-lookup with 4 tokens for all classes",
     ]
+
+
+def test_no_engine_is_loaded_for_rows_that_are_not_there(
+    classes_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_phases(tmp_path, monkeypatch)
+    phases = (*PHASES, Phase(Route(Method.PROMPT_LOOKUP, 8)))
+    monkeypatch.setattr(session, "plan_phases", lambda config, inputs, routes: phases)
+    begun: list[Any] = []
+    run_phase = session.Session._run_phase
+    monkeypatch.setattr(
+        session.Session, "_run_phase", lambda self, p, *rest: begun.append(p) or run_phase(self, p, *rest)
+    )
+    generate(classes_config)
+    assert begun == list(PHASES)
 
 
 @pytest.mark.parametrize(

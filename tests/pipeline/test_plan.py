@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,25 @@ def test_threads_are_as_asked_and_a_wrong_device_is_refused() -> None:
     assert worker_places(config) == (Place("cpu", 7, 0.5),) * 2
     with pytest.raises(UsageError, match="--devices cuda"):
         worker_places(RunConfig(run=RunOptions(devices=("cuda",))))
+
+
+@pytest.mark.parametrize(
+    ("named", "size", "message"),
+    [
+        (("auto",), 8, "there are 4 GPUs here"),
+        (("cuda:0", "cuda:1"), 2, "name the first of every 2 GPUs"),
+        (("cuda:3",), 2, "name the first of every 2 GPUs"),
+        (("cuda:4",), 1, "torch sees 4 GPUs here"),
+    ],
+)
+def test_groups_of_gpus_that_are_not_there_are_refused(
+    named: tuple[str, ...], size: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_gpu_names", lambda: ["NVIDIA H100"] * 4)
+    monkeypatch.setattr(devices, "_torch_is_cpu_only", lambda: False)
+    engine = EngineConfig(engine="vllm", tensor_parallel_size=size)
+    with pytest.raises(UsageError, match=message):
+        worker_places(RunConfig(engine=engine, run=RunOptions(devices=named)))
+    pairs = replace(engine, tensor_parallel_size=2)
+    found = worker_places(RunConfig(engine=pairs, run=RunOptions(devices=("cuda:0", "cuda:2"))))
+    assert [(place.device, place.device_share) for place in found] == [("cuda:0", 2), ("cuda:2", 2)]

@@ -13,7 +13,7 @@ import pytest
 from batchspec.config import EngineConfig, InputConfig, RouteConfig, RunConfig, RunOptions
 from batchspec.errors import CostLimitExceeded, MismatchError, UsageError
 from batchspec.pipeline.planning import compare_engines, compared, plan_job, refuse_expensive
-from batchspec.pipeline.profiling import build_policy, check_profile, run_fingerprint
+from batchspec.pipeline.profiling import check_profile, job_routes, policy_of, run_fingerprint
 from batchspec.profile.records import AcceptanceCell, ClassSample, Curve, Profile, StepCost
 from batchspec.profile.store import load_profile, save_profile
 from batchspec.types import Method, SamplingParams
@@ -65,6 +65,25 @@ def test_a_plan_gives_rows_tokens_time_cost_and_the_saving(config: RunConfig) ->
     json.dumps(plan.as_json(), allow_nan=False)
 
 
+def test_rows_that_cannot_be_answered_and_shared_beginnings_take_no_time(config: RunConfig, tmp_path: Path) -> None:
+    profile = load_profile(tmp_path / "profile.json")
+    with_prefill = replace(profile, step_cost=replace(profile.step_cost, prefill_per_token=0.001))
+    save_profile(with_prefill, tmp_path / "profile.json")
+
+    def seconds(prompts: list[str | None]) -> float:
+        path = tmp_path / "other.parquet"
+        table = pa.table({"prompt": pa.array(prompts, pa.string()), "request_class": ["write"] * len(prompts)})
+        pq.write_table(table, path)
+        return plan_job(replace(config, input=InputConfig(inputs=(str(path),)))).target_only_seconds - 10
+
+    different = [f"{number} " + "x y z " * 100 for number in range(20)]
+    assert seconds([]) == -10  # nothing is loaded either
+    assert seconds([*different, *[None] * 20]) == pytest.approx(seconds(different), rel=0.01)
+    # 600 tokens a prompt: nine chunks of 64 are read once
+    read_once = seconds(["x y z " * 100 + str(number) for number in range(20)])
+    assert seconds(different) - read_once == pytest.approx(19 * 576 * 0.001, rel=0.05)
+
+
 def test_a_plan_above_the_limit_is_refused(config: RunConfig) -> None:
     plan = plan_job(config)
     refuse_expensive(plan, 1.0)
@@ -88,8 +107,9 @@ def test_a_profile_of_something_else_is_refused_or_leaves_the_run_target_only(co
     with pytest.raises(MismatchError, match="threads: profile"):
         check_profile(other)
     accepted = check_profile(replace(other, routes=replace(other.routes, accept_stale_profile=True)))
-    assert build_policy(accepted).route("copy", 1).method is Method.TARGET_ONLY
-    assert build_policy(check_profile(config)).route("copy", 1).method is Method.PROMPT_LOOKUP
+    assert policy_of(accepted, job_routes(accepted, 9)).route("copy", 1).method is Method.TARGET_ONLY
+    fitting = check_profile(config)
+    assert policy_of(fitting, job_routes(fitting, 9)).route("copy", 1).method is Method.PROMPT_LOOKUP
 
 
 def test_plans_of_two_engines_are_compared(config: RunConfig, tmp_path: Path) -> None:

@@ -102,6 +102,8 @@ def test_a_profile_from_the_cache_is_followed_unless_a_method_is_asked_for(
     assert "routes: by the profile" not in said
     assert "no profile of this model here: target-only" in said
     assert Path("cached", "_batchspec", "profile.json").is_file()
+    assert (load_results("cached")["est_target_only_device_seconds"] > 0).all()
+    assert load_results("none")["est_target_only_device_seconds"].isna().all()
     for output in ("asked", "none", "other"):
         assert not Path(output, "_batchspec", "profile.json").exists()
         assert set(load_results(output)["method"]) == {"target_only"}
@@ -144,7 +146,7 @@ def test_a_trace_and_an_image_are_written(job: list[str], capsys: pytest.Capture
         (["--trace", "t", "--trace-cell", "prompt-lookup:99:4"], "give METHOD:K:LIVE_ROWS"),
         (["--trace", "t", "--trace-cell", "prompt-lookup:4:0"], "give METHOD:K:LIVE_ROWS"),
         (["--trace", "t"], "8 live rows are more than --max-batch 4"),
-        (["--trace", "t", "--trace-cell", "draft-model:4:2"], "draft_model needs --draft-model"),
+        (["--trace", "t", "--trace-cell", "draft-model:4:2"], "draft-model needs --draft-model"),
         (["--trace", "t", "--trace-cell", "prompt-lookup:4:2:none"], "no row of class none"),
         (["--trace", "in.parquet/t"], "in.parquet/t: its folder cannot be made"),
         (["--draft-device", "cpu"], "--draft-device needs --draft-model"),

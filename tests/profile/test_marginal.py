@@ -16,11 +16,12 @@ from batchspec.profile.marginal import Decision, decide
 from batchspec.profile.measured import WINDOW_TOKENS, MeasuredPolicy
 from batchspec.profile.options import ClassOptions, Option, class_options
 from batchspec.profile.policy import ANY_CLASS
-from batchspec.profile.predict import predict_seconds
+from batchspec.profile.predict import attribution_rule, predict_seconds, target_only_seconds
 from batchspec.profile.records import AcceptanceCell, ClassSample, Curve, Profile, StepCost
 from batchspec.profile.show import format_profile, verdict
 from batchspec.profile.store import fingerprint_differences, load_profile, refuse_stale_profile, save_profile
-from batchspec.types import Method, Route, StepReport
+from batchspec.stats import DecodeStats
+from batchspec.types import Completion, FinishReason, Method, Route, StepReport, StepTimes
 
 GRADE = grade_of(3, Support.ALONE)
 LOOKUP = frozenset({Method.PROMPT_LOOKUP})
@@ -160,6 +161,15 @@ def test_every_difference_of_a_stale_profile_is_named() -> None:
         refuse_stale_profile("p.json", profile_of(), now)
 
 
+def test_a_gpu_that_only_another_machine_can_name_is_taken_for_the_profiles() -> None:
+    on_gpu = replace(profile_of(), fingerprint={"device_type": "NVIDIA H100"})
+    assert fingerprint_differences(on_gpu, {"device_type": "cuda"}) == []
+    assert fingerprint_differences(on_gpu, {"device_type": "NVIDIA L4"}) != []
+    assert fingerprint_differences(on_gpu, {"device_type": "cpu"}) != []
+    on_cpu = replace(profile_of(), fingerprint={"device_type": "cpu"})
+    assert fingerprint_differences(on_cpu, {"device_type": "cuda"}) != []
+
+
 def test_classes_are_routed_apart_and_unknown_ones_by_all_together() -> None:
     policy = MeasuredPolicy(profile_of(), LOOKUP, 32)
     assert policy.route("copy/p16-64/o64-256", 1).method is Method.PROMPT_LOOKUP
@@ -229,6 +239,45 @@ def test_replay_counts_what_would_be_proposed_as_a_live_step_does() -> None:
     for _ in range(5):
         policy.observe(StepReport(1, 1, 0.01, retired=[("copy", tuple(never_two), 8)]))
     assert policy.route("copy", 1).method is Method.TARGET_ONLY
+
+
+def test_a_method_is_judged_by_its_own_proposals() -> None:
+    drafted = AcceptanceCell("copy", "draft_model", None, None, None, 500, 500, (490, 480, 470), (10, 10, 10))
+    looked_up = AcceptanceCell("copy", "prompt_lookup", 2, 8, 1, 500, 150, (145, 140, 135), (5, 5, 5))
+    cost = replace(COST, draft=Curve((1, 64), (0.003, 0.6)))
+    policy = MeasuredPolicy(profile_of(acceptance=(drafted, looked_up), step_cost=cost), ALL, 32)
+    assert policy.route("copy", 1).method is Method.DRAFT_MODEL
+    assert policy.route("copy", 32).method is Method.PROMPT_LOOKUP
+    for _ in range(WINDOW_TOKENS // 4 - 1):
+        policy.observe(StepReport(32, 1, 0.01, drafts=[("copy", 4, 0)]))
+    policy.observe(StepReport(1, 1, 0.01, drafts=[("copy", 8, 8)]))
+    assert policy.events == []
+    policy.observe(StepReport(32, 1, 0.01, drafts=[("copy", 4, 0)]))
+    assert "no more prompt_lookup" in policy.events[0]
+    assert policy.route("copy", 1).method is Method.DRAFT_MODEL
+
+
+def test_what_a_row_would_take_alone_follows_from_the_step_cost() -> None:
+    row = Completion(
+        row_index=0,
+        token_ids=tuple(range(11)),
+        text="",
+        finish_reason=FinishReason.LENGTH,
+        input_tokens=100,
+        cached_input_tokens=60,
+        method=Method.PROMPT_LOOKUP,
+        num_speculative_tokens=4,
+        num_route_changes=0,
+        route_reason="",
+        mean_live_sequences=5.0,
+        stats=DecodeStats(),
+        times=StepTimes(),
+    )
+    # 40 tokens of prompt at 1 ms, then 10 steps of 25 ms shared by five
+    assert target_only_seconds(COST, row) == pytest.approx(0.040 + 10 * 0.025 / 5)
+    rule = attribution_rule(replace(COST, per_kv_token=1e-6), 32)
+    assert (rule.seconds_per_step, rule.seconds_per_position) == pytest.approx((0.020, 0.001))
+    assert rule.seconds_per_kv_token == 1e-6
 
 
 def test_a_draft_that_fails_is_lost_and_lookup_takes_over() -> None:

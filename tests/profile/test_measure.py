@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,6 +138,27 @@ def test_no_moment_of_a_machine_decides_which_steps_are_cheap(slow_part: int, cl
     curve = profile.step_cost.target
     assert curve.at(8) / curve.at(1) == pytest.approx(28 / 21, rel=0.02)
     assert curve.at(64) / curve.at(8) == pytest.approx(84 / 28, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("rows_of_class", "num_rows", "expected"),
+    [
+        pytest.param({"a": 95}, 48, {"a": 48}, id="not the first half"),
+        pytest.param({"a": 4, "b": 100, "c": 100}, 60, {"a": 4, "b": 28, "c": 28}, id="a small class leaves room"),
+        pytest.param({"a": 2, "b": 2, "c": 2}, 2, {"a": 1, "b": 1, "c": 1}, id="one of each at least"),
+        pytest.param({"a": 3}, 10, {"a": 3}, id="all there is"),
+    ],
+)
+def test_a_sample_is_as_large_as_asked_for_and_reaches_the_end_of_the_input(
+    rows_of_class: dict[str, int], num_rows: int, expected: dict[str, int]
+) -> None:
+    rows = [Request(i, prompt="x", request_class=name) for name, count in rows_of_class.items() for i in range(count)]
+    picked = stratified(rows, num_rows)
+    assert Counter(row.request_class for row in picked) == expected
+    for name, count in expected.items():
+        places = [row.row_index for row in picked if row.request_class == name]
+        assert len(set(places)) == count
+        assert max(places) >= rows_of_class[name] * (count - 1) // count
 
 
 def test_a_sample_takes_every_class_alike_spread_over_the_input() -> None:

@@ -13,6 +13,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from batchspec.config import cache_dir
+from batchspec.errors import UsageError
+
 _SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-w")
 
@@ -81,11 +84,12 @@ def _processor() -> str:
 
 
 def _cache_directory() -> Path:
-    wanted = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchspec"
+    """The user's cache, or a folder for this process alone where there is none to write to."""
     try:
+        wanted = cache_dir()
         wanted.mkdir(parents=True, exist_ok=True)
         if os.access(wanted, os.W_OK):
             return wanted
-    except OSError:
+    except (OSError, UsageError):
         pass
     return Path(tempfile.mkdtemp(prefix="batchspec-"))

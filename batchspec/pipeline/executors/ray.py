@@ -163,8 +163,9 @@ class RayExecutor:
                 self._ended.append(Event(worker.spec.worker, Finished(Report(now, waited, Counters(), decoding=False))))
         if unplaced and now - self._warned_at > WARN_SECONDS:
             self._warned_at = now
-            free, room = self._ray.available_resources(), self._options
-            wanted = f"{room.ray_num_cpus:g} CPUs and {_gpus_of(unplaced[0].spec.device, room, 1):g} GPUs"
+            free, room, spec = self._ray.available_resources(), self._options, unplaced[0].spec
+            gpus = _gpus_of(spec.device, room, spec.config.engine.tensor_parallel_size)
+            wanted = f"{room.ray_num_cpus:g} CPUs and {gpus:g} GPUs"
             have = f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
             logger.warning("%d workers wait for Ray (%s each, %s free in all)", len(unplaced), wanted, have)
 
