@@ -7,8 +7,11 @@ weight zero.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from batchspec.engine import cpu
@@ -66,12 +69,56 @@ def batchspec_attention(
 
     rows = query[0].transpose(0, 1)  # [T, heads, dim]
     out = rows.new_zeros(rows.shape[0], rows.shape[1], values.shape[-1])
-    starts = step.query_starts.tolist()
-    groups = [(0, step.num_decode_segments)] if step.num_decode_segments else []
-    groups += [(segment, segment + 1) for segment in range(step.num_decode_segments, len(starts) - 1)]
-    for first, last in groups:
-        _attend(rows, keys, values, out, step, starts, (first, last), scale, sliding_window, softcap)
+    heads_per_kv_head = query.shape[1] // key.shape[1]
+    for group in _groups(step, -(-_MIN_MATMUL_ROWS // heads_per_kv_head)):
+        _attend(rows, keys, values, out, group, scale, sliding_window, softcap)
     return out[None], None
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Segments that are attended at once: S of up to M rows, which lie together in the pack as `rows`.
+
+    row_at: int64 [S, M], the row of the pack that stands there, any where there is none; place_of: int64 [rows], where
+    each row stands in S * M; positions: int64 [S, M]; block_tables: int64 [S, blocks of the longest].
+    """
+
+    rows: slice
+    row_at: torch.Tensor
+    place_of: torch.Tensor
+    positions: torch.Tensor
+    block_tables: torch.Tensor
+
+
+@lru_cache(maxsize=2)
+def _groups(step: PackedStep, least_width: int) -> tuple[_Group, ...]:
+    """The decode segments together, each prefill by itself. Made once for all layers, of what the host knows: a device
+    is never waited for."""
+    num_decode, num_segments = step.num_decode_segments, len(step.host_first_positions)
+    borders = [(0, num_decode)] if num_decode else []
+    borders += [(segment, segment + 1) for segment in range(num_decode, num_segments)]
+    return tuple(_group(step, first, last, least_width) for first, last in borders)
+
+
+def _group(step: PackedStep, first: int, last: int, least_width: int) -> _Group:
+    starts, device = np.array(step.host_query_starts[first : last + 1]), step.input_ids.device
+    firsts, lengths = np.array(step.host_first_positions[first:last]), np.diff(starts)
+    width = max(int(lengths.max()), least_width)
+    offsets = np.arange(width)
+    row_at = np.where(offsets < lengths[:, None], starts[:-1, None] + offsets, starts[0])
+    place_of = np.concatenate([index * width + np.arange(length) for index, length in enumerate(lengths)])
+    num_blocks = -(-int((firsts + lengths).max()) // BLOCK_TOKENS)
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+
+    return _Group(
+        slice(int(starts[0]), int(starts[-1])),
+        tensor(row_at),
+        tensor(place_of),
+        tensor(firsts[:, None] + offsets),
+        step.block_tables[first:last, :num_blocks].long(),
+    )
 
 
 def refuse_unknown_keywords(
@@ -100,45 +147,32 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
-    step: PackedStep,
-    starts: list[int],
-    segments: tuple[int, int],
+    group: _Group,
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
 ) -> None:
-    """Attend for segments [first, last) at once: S segments of up to M rows over L tokens of context."""
-    first, last = segments
-    lengths = [starts[i + 1] - starts[i] for i in range(first, last)]
-    num_segments, num_heads, dim = last - first, rows.shape[1], rows.shape[2]
-    num_kv_heads, group = keys.shape[2], num_heads // keys.shape[2]
-    width = max(max(lengths), -(-_MIN_MATMUL_ROWS // group))
-    device = rows.device
-
-    offsets = torch.arange(width, device=device)
-    real = offsets < torch.tensor(lengths, device=device)[:, None]  # [S, M]
-    query = rows.new_zeros(num_segments, width, num_heads, dim)
-    query[real] = rows[starts[first] : starts[last]]
-    query = query.view(num_segments, width, num_kv_heads, group, dim).transpose(1, 2).flatten(2, 3)  # [S, KV, M*G, D]
-
-    query_positions = step.first_positions[first:last, None] + offsets  # [S, M]
-    num_blocks = -(-int(query_positions[:, -1].max() + 1 - (width - max(lengths))) // BLOCK_TOKENS)
-    tables = step.block_tables[first:last, :num_blocks].long()
-    context_keys = keys[tables].flatten(1, 2).permute(0, 2, 3, 1)  # [S, KV, D, L]
-    context_values = values[tables].flatten(1, 2).transpose(1, 2)  # [S, KV, L, D]
+    """Attend for a group of segments, over L tokens of context."""
+    num_segments, width = group.row_at.shape
+    num_kv_heads = keys.shape[2]
+    heads = rows.shape[1] // num_kv_heads
+    query = rows[group.row_at].view(num_segments, width, num_kv_heads, heads, -1)
+    query = query.transpose(1, 2).flatten(2, 3)  # [S, KV, M*G, D]
+    context_keys = keys[group.block_tables].flatten(1, 2).permute(0, 2, 3, 1)  # [S, KV, D, L]
+    context_values = values[group.block_tables].flatten(1, 2).transpose(1, 2)  # [S, KV, L, D]
 
     scores = torch.matmul(query, context_keys).float() * scale  # [S, KV, M*G, L]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    key_positions = torch.arange(scores.shape[-1], device=device)
-    hidden = key_positions > query_positions[..., None]  # [S, M, L]
+    key_positions = torch.arange(scores.shape[-1], device=scores.device)
+    hidden = key_positions > group.positions[..., None]  # [S, M, L]
     if sliding_window is not None:
-        hidden |= key_positions <= query_positions[..., None] - sliding_window
-    # a rounding-up row may see no key at all: the lowest finite score keeps its softmax free of NaN
-    scores.view(num_segments, num_kv_heads, width, group, -1).masked_fill_(
+        hidden |= key_positions <= group.positions[..., None] - sliding_window
+    # a row beyond its segment may see no key at all: the lowest finite score keeps its softmax free of NaN
+    scores.view(num_segments, num_kv_heads, width, heads, -1).masked_fill_(
         hidden[:, None, :, None, :], torch.finfo(scores.dtype).min
     )
     weights = torch.softmax(scores, dim=-1).to(rows.dtype)
     mixed = torch.matmul(weights, context_values)  # [S, KV, M*G, Dv]
-    mixed = mixed.view(num_segments, num_kv_heads, width, group, -1).transpose(1, 2).flatten(2, 3)  # [S, M, heads, Dv]
-    out[starts[first] : starts[last]] = mixed[real]
+    mixed = mixed.view(num_segments, num_kv_heads, width, heads, -1).transpose(1, 2).flatten(2, 3)  # [S, M, heads, Dv]
+    out[group.rows] = mixed.flatten(0, 1)[group.place_of]

@@ -33,7 +33,8 @@ class PackedStep:
     query_starts: int32 [N + 1], the rows of segment i are query_starts[i] .. query_starts[i + 1];
     first_positions: int32 [N]; block_tables: int32 [N, max blocks of the step];
     logit_rows: int64 [R], the rows whose logits are wanted, segment by segment. T and R may be rounded up by rows
-    that write to block 0 and that nobody reads; they belong to no segment.
+    that write to block 0 and that nobody reads; they belong to no segment. `host_*` are the same numbers where reading
+    them makes nobody wait for the device.
     """
 
     input_ids: torch.Tensor
@@ -45,7 +46,8 @@ class PackedStep:
     logit_rows: torch.Tensor
     num_decode_segments: int
     num_logit_rows: int
-    max_context: int
+    host_query_starts: tuple[int, ...]
+    host_first_positions: tuple[int, ...]
     kv: KVCache
 
 
@@ -63,8 +65,7 @@ def pack(segments: Sequence[Segment], kv: KVCache, min_rows: int, device: torch.
     positions = np.zeros(num_rows + pad, dtype=np.int64)
     positions[:num_rows] = np.arange(num_rows) - np.repeat(starts[:-1] - firsts, lengths)
     slots = np.array([s.slot for s in segments])
-    max_context = int((firsts + lengths).max())
-    tables = kv.block_tables[slots, : -(-max_context // BLOCK_TOKENS)]
+    tables = kv.block_tables[slots, : -(-int((firsts + lengths).max()) // BLOCK_TOKENS)]
     slot_mapping = np.zeros(num_rows + pad, dtype=np.int64)
     block_of_row = tables[np.repeat(np.arange(len(segments)), lengths), positions[:num_rows] // BLOCK_TOKENS]
     slot_mapping[:num_rows] = block_of_row.astype(np.int64) * BLOCK_TOKENS + positions[:num_rows] % BLOCK_TOKENS
@@ -86,6 +87,7 @@ def pack(segments: Sequence[Segment], kv: KVCache, min_rows: int, device: torch.
         logit_rows=tensor(np.array(logit_rows, dtype=np.int64)),
         num_decode_segments=sum(not s.prefill for s in segments),
         num_logit_rows=num_logit_rows,
-        max_context=max_context,
+        host_query_starts=tuple(starts.tolist()),
+        host_first_positions=tuple(firsts.tolist()),
         kv=kv,
     )

@@ -12,6 +12,8 @@ import argparse
 import importlib.util
 import json
 import multiprocessing
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -45,7 +47,8 @@ def ours(arguments: argparse.Namespace, source: Path, folder: Path) -> dict[str,
 
 
 def theirs(arguments: argparse.Namespace, source: Path, results: Any) -> None:
-    """Runs in a process of its own, so that its memory is free again afterwards."""
+    """Runs in a process group of its own, which the parent ends: vLLM's processes do not always end by themselves."""
+    os.setsid()
     from vllm import LLM
     from vllm import SamplingParams as VllmSamplingParams
 
@@ -90,6 +93,7 @@ def main() -> None:
             process = context.Process(target=theirs, args=(arguments, source, results))
             process.start()
             found = {"theirs": results.get()}
+            os.killpg(process.pid, signal.SIGKILL)
             process.join()
             found["ours"] = ours(arguments, source, place)
             ratio = found["ours"]["seconds"] / found["theirs"]["seconds"]

@@ -285,10 +285,10 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_build: None
 ) -> None:
     monkeypatch.setenv("CC", "false")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("BATCHSPEC_CACHE", str(tmp_path))
     with pytest.raises(build.KernelsUnavailableError, match="compiler failed"):
         build.load()
-    assert not any((tmp_path / "batchspec").iterdir())
+    assert not any(tmp_path.iterdir())
 
 
 def test_where_the_kernels_are_missing_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
