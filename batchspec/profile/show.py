@@ -84,7 +84,11 @@ def _sample_lines(profile: Profile) -> list[str]:
     counts = ", ".join(f"{s.request_class} {s.num_rows}" for s in profile.samples)
     tokens = sum(sum(s.output_tokens) for s in profile.samples)
     measured = f"measured in {profile.measuring_seconds:.0f} s on {tokens:,} output tokens of {counts} rows"
-    return textwrap.wrap(measured, 100) + [f"skipped: {item}" for item in profile.skipped]
+    lines = textwrap.wrap(measured, 100) + [f"skipped: {item}" for item in profile.skipped]
+    if profile.memory_bytes:
+        sizes = (f"{name.replace('_', ' ')} {size / 2**20:,.2f}" for name, size in sorted(profile.memory_bytes.items()))
+        lines += textwrap.wrap(f"memory in MiB: {', '.join(sizes)}", 100)
+    return lines
 
 
 def _trial(trial: Trial) -> str:

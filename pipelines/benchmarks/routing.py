@@ -68,7 +68,10 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--ids", type=Path, help="file of ids by row: compared with where it exists, and kept up to date"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.profile is None and "routed" in args.settings.split(","):
+        parser.error("the setting `routed` needs --profile")
+    return args
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Does routing keep its promises where a job is not even? Each scenario prints JSON lines and its ratio.
 
-  python pipelines/benchmarks/scenarios.py drift INPUT --model DIR --profile FILE --batch 8
+  python pipelines/benchmarks/scenarios.py drift INPUT --model DIR --profile FILE --batch 4
   python pipelines/benchmarks/scenarios.py tail  INPUT --model DIR --profile FILE --batch 32
   python pipelines/benchmarks/scenarios.py grid  INPUT --model DIR --profile FILE
 
@@ -150,7 +150,7 @@ def grid(args: argparse.Namespace, rows: list[Request], profile: Profile) -> Non
     print(f"{len(errors)} cells: median error {median:.1%}, 90 % below {most:.1%}")
 
 
-def budget(args: argparse.Namespace, rows: list[Request], profile: Profile) -> None:
+def budget(args: argparse.Namespace, rows: list[Request]) -> None:
     """The same answers of about 60 tokens, once with a budget of 64 and once with one of 2,048, in a small KV cache."""
     kv_memory_bytes = 320 * 2**20
     config = EngineConfig(model=args.model, max_batch=32, kv_memory_bytes=kv_memory_bytes)
@@ -181,7 +181,7 @@ def budget(args: argparse.Namespace, rows: list[Request], profile: Profile) -> N
     print(f"budget: {live['2048'] / live['64']:.3f} of the live rows")
 
 
-def lookup(args: argparse.Namespace, rows: list[Request], profile: Profile) -> None:
+def lookup(args: argparse.Namespace, rows: list[Request]) -> None:
     """Seconds of one step of prompt lookup with one new token, at 200 and at 8,000 tokens of context: where every
     token has been seen often (as many places to look at in both), and where a short context hardly ever matches."""
     chooser = random.Random(0)
@@ -206,10 +206,10 @@ def lookup(args: argparse.Namespace, rows: list[Request], profile: Profile) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenario", choices=list(SCENARIOS))
+    parser.add_argument("scenario", choices=[*BY_PROFILE, *WITHOUT_PROFILE])
     parser.add_argument("input")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--profile", required=True, type=Path)
+    parser.add_argument("--profile", type=Path, help="needed by drift, tail and grid")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
@@ -217,10 +217,16 @@ def main() -> None:
     args = parser.parse_args()
     sampling = SamplingParams(max_new_tokens=args.max_new_tokens)
     rows = readable_rows(RunConfig(input=InputConfig(inputs=(args.input,)), sampling=sampling))
-    SCENARIOS[args.scenario](args, rows, load_profile(args.profile))
+    if args.scenario in WITHOUT_PROFILE:
+        WITHOUT_PROFILE[args.scenario](args, rows)
+        return
+    if args.profile is None:
+        parser.error(f"{args.scenario} needs --profile")
+    BY_PROFILE[args.scenario](args, rows, load_profile(args.profile))
 
 
-SCENARIOS = {"drift": drift, "tail": tail, "grid": grid, "budget": budget, "lookup": lookup}
+BY_PROFILE = {"drift": drift, "tail": tail, "grid": grid}
+WITHOUT_PROFILE = {"budget": budget, "lookup": lookup}
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vllm-arg", action="append", default=["max_model_len=4096"])
     args = parser.parse_args()
+    if not args.profile.exists() and args.profile_input is None:
+        parser.error(f"there is no {args.profile}: name rows to measure it on with --profile-input")
     engine = EngineConfig(
         engine="vllm",
         model=args.model,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
 
 from batchspec.engine import attention, checks, probe, sampling
-from batchspec.engine.drafters import PromptLookupDrafter
+from batchspec.engine.drafters import LookupThenDraftDrafter, PromptLookupDrafter
 from batchspec.engine.kv_cache import BLOCK_TOKENS, KVCache, LayerShape
 from batchspec.engine.load import library_versions
 from batchspec.engine.model import wrap_model
@@ -129,6 +129,25 @@ def test_prompt_lookup_proposes_what_followed(
     route = Route(Method.PROMPT_LOOKUP, k, min_match_tokens=min_match)
     row = DraftRow(0, tokens, len(tokens), k, route, SamplingParams(), "row:0")
     assert PromptLookupDrafter().propose([row])[0].token_ids == expected
+
+
+def test_the_draft_model_proposes_where_nothing_matches_and_not_where_a_match_is_worth_nothing() -> None:
+    """As the profile counts it."""
+
+    class Draft:
+        def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+            return [Proposal((99,), num_draft_steps=1) for _ in rows]
+
+        def forget(self, row_index: int) -> None:
+            raise NotImplementedError
+
+    by_grade = [0] * NUM_GRADES
+    by_grade[grade_of(3, Support.ALONE)] = 2
+    route = Route(Method.LOOKUP_THEN_DRAFT, 2, num_tokens_by_grade=tuple(by_grade))
+    texts = [[1, 2, 3], [1, 2, 8, 1, 2], [1, 2, 3, 8, 9, 1, 2, 3]]  # no match, one of two tokens, one of three
+    rows = [DraftRow(i, text, 0, 2, route, SamplingParams(), "") for i, text in enumerate(texts)]
+    found = LookupThenDraftDrafter(PromptLookupDrafter(), Draft()).propose(rows)
+    assert [proposal.token_ids for proposal in found] == [(99,), (), (8, 9)]
 
 
 def test_a_continuation_past_the_end_repeats_the_period() -> None:

@@ -15,7 +15,7 @@ class LookupThenDraftDrafter:
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         proposals = self._lookup.propose(rows)
-        unmatched = [index for index, proposal in enumerate(proposals) if not proposal.token_ids]
+        unmatched = [index for index, proposal in enumerate(proposals) if not proposal.from_lookup]
         drafted = self._draft.propose([_as_deep_as_it_pays(rows[index]) for index in unmatched]) if unmatched else []
         for index, proposal in zip(unmatched, drafted, strict=True):
             proposals[index] = proposal

@@ -32,7 +32,7 @@ class PromptLookupDrafter:
             return NO_PROPOSAL
         count = min(row.num_tokens, row.route.tokens_for_match(match.grade))
         if count <= 0:
-            return NO_PROPOSAL
+            return Proposal(from_lookup=True)  # there is a match, and it is not worth a token
         return Proposal(continuation(row.token_ids, match.follower, count), from_lookup=True)
 
     def forget(self, row_index: int) -> None:
