@@ -192,11 +192,14 @@ class EngineInfo:
 class StepReport:
     """What a policy may learn of one step: `tokens` committed over all rows in `decode_seconds` of the device (prefill
     left out); rows pre-empted since the engine was loaded; `drafts` (request class, proposed, accepted) of the rows
-    that proposed; `retired` (request class, prompt + output ids, prompt tokens) of the rows that ended."""
+    that proposed; `retired` (request class, prompt + output ids, prompt tokens) of the rows that ended. Where no prompt
+    was read and the engine can tell: seconds of the target's forward, and tokens of context over all rows."""
 
     num_live: int
     tokens: int
     decode_seconds: float
+    forward_seconds: float | None = None
+    context_tokens: int = 0
     num_preemptions: int = 0
     drafts: Sequence[tuple[str, int, int]] = ()
     retired: Sequence[tuple[str, Sequence[int], int]] = ()
@@ -209,7 +212,6 @@ class RoutePolicy(Protocol):
 
     def observe(self, step: StepReport) -> None:
         """Called after every step. Static policies learn nothing."""
-        ...
 
 
 class StepAttribution(Protocol):
@@ -218,11 +220,9 @@ class StepAttribution(Protocol):
     @property
     def rule(self) -> str:
         """The rule's name and coefficients, as written to part metadata."""
-        ...
 
     def shares(self, num_positions: Sequence[int], kv_tokens: Sequence[int]) -> list[float]:
         """One share per row, summing to 1: row i computed `num_positions[i]` over `kv_tokens[i]` of context."""
-        ...
 
 
 class RequestSource(Protocol):
@@ -233,7 +233,6 @@ class RequestSource(Protocol):
 
         An engine waits only when it holds no row and has handed every outcome over.
         """
-        ...
 
 
 class Engine(Protocol):
@@ -249,14 +248,12 @@ class Engine(Protocol):
         The lines cover every second since loading began; the time in which the caller handles an outcome counts as
         idle, since the device waits for it. The mapping is the caller's to keep; another thread may ask for it.
         """
-        ...
 
     def run(self, source: RequestSource, policy: RoutePolicy) -> Iterator[Outcome]:
         """Decode until the source says that no more will come. Yields each row once, as it ends, in any order.
 
         A bad row is a RowFailure; an exception means that the engine cannot go on.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -293,8 +290,6 @@ class Drafter(Protocol):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         """One proposal per row, in order, of at most `row.num_tokens` tokens; NO_PROPOSAL declines."""
-        ...
 
     def forget(self, row_index: int) -> None:
         """The row has ended or was pre-empted: drop its state, if there is any."""
-        ...

@@ -36,6 +36,8 @@ from batchspec.types import (
 )
 from batchspec.workload import RequestClassifier
 
+_DECODE_LINES = ("draft", "verify", "overhead")
+
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -253,10 +255,13 @@ class TorchEngine:
             for row in rows
             if row.proposal.token_ids
         ]
+        decode = dict(zip(_DECODE_LINES, self.parts.meter.since_last(*_DECODE_LINES), strict=True))
         return StepReport(
             num_live=len(rows),
             tokens=sum(row.num_kept for row in rows),
-            decode_seconds=self.parts.meter.decode_seconds(),
+            decode_seconds=sum(decode.values()),
+            forward_seconds=None if any(row.prefill for row in rows) else decode["verify"],
+            context_tokens=sum(row.sequence.num_computed for row in rows),
             num_preemptions=self.parts.scheduler.num_preemptions,
             drafts=drafts,
             retired=[(s.request_class, s.token_ids, s.num_prompt_tokens) for s in finished],

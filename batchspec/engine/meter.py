@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
-_DECODE_LINES = ("draft", "verify", "overhead")
-
 
 class Meter:
     """Device seconds by line. `device_share` is this worker's share of its device: wall seconds count that much."""
@@ -15,13 +13,13 @@ class Meter:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._share = device_share
         self._mark = time.perf_counter()
-        self._reported = 0.0
+        self._reported: defaultdict[str, float] = defaultdict(float)
 
-    def decode_seconds(self) -> float:
-        """Device seconds of decoding since the last call."""
-        total = sum(self.seconds[line] for line in _DECODE_LINES)
-        since, self._reported = total - self._reported, total
-        return since
+    def since_last(self, *lines: str) -> list[float]:
+        """Device seconds on each of these lines since it was last asked for."""
+        found = [self.seconds[line] - self._reported[line] for line in lines]
+        self._reported.update({line: self.seconds[line] for line in lines})
+        return found
 
     def lap(self, line: str | None = None) -> float:
         """Device seconds since the last mark, put on `line` if one is given; the next lap starts here."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 
 from batchspec.profile.acceptance import DecodedRow, replay_lookup
+from batchspec.profile.live_cost import LiveStepCost
 from batchspec.profile.marginal import Decision, decide
 from batchspec.profile.options import any_class, class_options
 from batchspec.profile.policy import ANY_CLASS, StaticPolicy
@@ -62,12 +63,12 @@ class LiveAcceptance:
 
 
 class MeasuredPolicy:
-    """Routes by class and live occupancy. A class whose live acceptance falls below the break-even loses the method
-    that it was decoded with, wherever so little does not pay; prompt lookup comes back when a replay over what the
-    class writes says it would pay."""
+    """Routes by class and live occupancy, by the profile's acceptance and what steps cost as the run goes. A class
+    whose live acceptance falls below the break-even loses the method that it was decoded with, wherever so little
+    does not pay; prompt lookup comes back when a replay over what the class writes says it would pay."""
 
     def __init__(self, profile: Profile, methods: frozenset[Method], max_batch: int) -> None:
-        self._cost = profile.step_cost
+        self._cost = LiveStepCost(profile.step_cost)
         self._options = (*class_options(profile), any_class(profile))
         self._methods = methods
         self._max_batch = max_batch
@@ -82,7 +83,7 @@ class MeasuredPolicy:
         methods."""
         occupancy = max(1, min(occupancy, self._max_batch))
         if (occupancy, lost) not in self._table:
-            decided = decide(self._options, self._cost, occupancy, self._methods - lost)
+            decided = decide(self._options, self._cost.cost, occupancy, self._methods - lost)
             self._table[occupancy, lost] = {d.request_class: d for d in decided}
         return self._table[occupancy, lost]
 
@@ -106,6 +107,8 @@ class MeasuredPolicy:
         return decisions.get(label) or decisions[ANY_CLASS]
 
     def observe(self, step: StepReport) -> None:
+        if self._cost.observe(step):
+            self._table.clear()
         for request_class, proposed, accepted in step.drafts:
             label = label_of(request_class)
             decision = self._decision(label, step.num_live)

@@ -119,11 +119,16 @@ class StepCost:
     draft_prefill_per_token: float = 0.0
     draft_per_kv_token: float = 0.0
 
-    def step_seconds(self, num_sequences: float, num_positions: float, context_tokens: float) -> float:
-        """A step of this many rows and positions at a mean context per row."""
-        own_work = num_sequences * (self.per_sequence + self.per_kv_token * context_tokens)
+    def forward_seconds(self, num_sequences: float, num_positions: float, context_tokens: float) -> float:
+        """A forward of the target over this many rows and positions at a mean context per row."""
         more_positions = max(0.0, num_positions - num_sequences)
-        return self.target.at(num_positions) + own_work + more_positions * self.per_position_kv_token * context_tokens
+        for_context = num_sequences * self.per_kv_token + more_positions * self.per_position_kv_token
+        return self.target.at(num_positions) + for_context * context_tokens
+
+    def step_seconds(self, num_sequences: float, num_positions: float, context_tokens: float) -> float:
+        """A step: the forward, and the engine's own work on its rows."""
+        forward = self.forward_seconds(num_sequences, num_positions, context_tokens)
+        return forward + num_sequences * self.per_sequence
 
     def draft_step_seconds(self, num_rows: float, context_tokens: float) -> float:
         """A forward of the draft model, one position a row; 0 without a draft model."""
