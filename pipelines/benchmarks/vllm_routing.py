@@ -74,8 +74,8 @@ def main() -> None:
         config = RunConfig(input=InputConfig(inputs=(str(source),)), engine=engine, sampling=sampling)
         plain: list[tuple[int, ...]] = []
         for repeat in range(args.repeats):
-            for name, routes in settings.items():
-                figures, ids = run(config, routes, Path(folder) / f"{name}-{repeat}")
+            for name in list(settings) if repeat % 2 == 0 else list(settings)[::-1]:
+                figures, ids = run(config, settings[name], Path(folder) / f"{name}-{repeat}")
                 plain = plain or ids
                 rate = figures["output_tokens"] / figures["decode_wall_seconds"]
                 rates[name].append(rate)
