@@ -33,7 +33,7 @@ class StepCostTimer:
         from batchspec.engine.sampling import Sampler
         from batchspec.engine.timing import StepTimer, most_tokens
 
-        self._batch = parts.info.max_batch
+        self._batch, self._clear = parts.info.max_batch, parts.scheduler.clear
         self._context = min(_LONG_CONTEXT, most_tokens(parts.model, parts.kv, self._batch) - _STEP_TOKENS)
         chunk = min(_CHUNK, most_tokens(parts.model, parts.kv, 1) // 2)
         if min(self._context, chunk) <= _SHORT_CONTEXT:
@@ -62,6 +62,7 @@ class StepCostTimer:
 
     def add_rounds(self, limit_seconds: float) -> None:
         """Spend up to the limit on either model."""
+        self._clear()  # kept prompts hold blocks that the timed steps may need
         self._target.add_rounds(limit_seconds)
         if self._draft is not None:
             self._draft.add_rounds(limit_seconds)
