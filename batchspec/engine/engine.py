@@ -255,7 +255,7 @@ class TorchEngine:
             for row in rows
             if row.proposal.token_ids
         ]
-        decode = dict(zip(_DECODE_LINES, self.parts.meter.since_last(*_DECODE_LINES), strict=True))
+        decode = self.parts.meter.since_last(*_DECODE_LINES)
         return StepReport(
             num_live=len(rows),
             tokens=sum(row.num_kept for row in rows),

@@ -15,9 +15,9 @@ class Meter:
         self._mark = time.perf_counter()
         self._reported: defaultdict[str, float] = defaultdict(float)
 
-    def since_last(self, *lines: str) -> list[float]:
+    def since_last(self, *lines: str) -> dict[str, float]:
         """Device seconds on each of these lines since it was last asked for."""
-        found = [self.seconds[line] - self._reported[line] for line in lines]
+        found = {line: self.seconds[line] - self._reported[line] for line in lines}
         self._reported.update({line: self.seconds[line] for line in lines})
         return found
 

@@ -19,7 +19,7 @@ from batchspec.pipeline.identity import model_identity, samples_by_rejection
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.phase_routes import phase_routes
 from batchspec.profile.policy import StaticPolicy, static_policy
-from batchspec.profile.records import Profile, StepCost
+from batchspec.profile.records import Profile
 from batchspec.profile.store import fingerprint_differences, load_profile, refuse_stale_profile
 from batchspec.types import Method, RoutePolicy, SamplingParams
 
@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 PROFILE_COPY_NAME = "_batchspec/profile.json"
 
 
-def job_routes(config: RunConfig, num_rows: int) -> StaticPolicy | Profile:
-    """What all workers of a job of `num_rows` rows route by, read from its files once, here: the profile where routes
-    follow live occupancy, else the routes themselves."""
-    if config.routes.profile in (None, NO_PROFILE):
-        return static_policy(config.routes, config.engine.draft_model)
-    return profile_routes(config, load_profile(Path(config.routes.profile)), num_rows)
-
-
-def job_step_cost(config: RunConfig) -> StepCost | None:
-    """What steps cost by the profile; None without one."""
+def job_profile(config: RunConfig) -> Profile | None:
+    """The profile that routes the rows; None without one."""
     path = config.routes.profile
-    return None if path in (None, NO_PROFILE) else load_profile(Path(path)).step_cost
+    return None if path in (None, NO_PROFILE) else load_profile(Path(path))
+
+
+def job_routes(config: RunConfig, profile: Profile | None, num_rows: int) -> StaticPolicy | Profile:
+    """What all workers of a job of `num_rows` rows route by: the profile where routes follow live occupancy, else the
+    routes themselves. The parent reads their files, since workers may be on other machines."""
+    if profile is None:
+        return static_policy(config.routes, config.engine.draft_model)
+    return profile_routes(config, profile, num_rows)
 
 
 def profile_routes(config: RunConfig, profile: Profile, num_rows: int) -> StaticPolicy | Profile:

@@ -28,7 +28,7 @@ from batchspec.pipeline.messages import Counters, Shard, WorkerSpec
 from batchspec.pipeline.meter import AttemptMeter
 from batchspec.pipeline.phases import Phase, plan_phases
 from batchspec.pipeline.plan import Manifest, to_json
-from batchspec.pipeline.profiling import job_routes, job_step_cost, keep_profile
+from batchspec.pipeline.profiling import job_profile, job_routes, keep_profile
 from batchspec.pipeline.supervisor import Supervisor
 from batchspec.pipeline.timeline import Timeline
 from batchspec.profile.policy import StaticPolicy
@@ -80,8 +80,9 @@ class Session:
         self._save()
         self._measure_profile()
         try:
-            self._routes = job_routes(self._config, self._inputs.num_rows)
-            self._step_cost = job_step_cost(self._config)
+            profile = job_profile(self._config)
+            self._routes = job_routes(self._config, profile, self._inputs.num_rows)
+            self._step_cost = None if profile is None else profile.step_cost
             phases = plan_phases(self._config, self._inputs, self._routes)
             for number, phase in enumerate(phases, start=1):
                 if not shards:

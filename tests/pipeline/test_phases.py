@@ -15,7 +15,7 @@ from batchspec.io.results import load_results
 from batchspec.pipeline import session
 from batchspec.pipeline.checks import check_config
 from batchspec.pipeline.phases import Phase, plan_phases
-from batchspec.pipeline.profiling import job_routes
+from batchspec.pipeline.profiling import job_profile, job_routes
 from batchspec.pipeline.runner import generate
 from batchspec.types import Method, Route
 from tests.pipeline.faults import environment_with
@@ -120,7 +120,9 @@ def test_a_stop_between_phases_is_resumed(
 
 def titles(config: RunConfig) -> list[str]:
     inputs = resolve_inputs(config.input)
-    return [phase.title for phase in plan_phases(config, inputs, job_routes(config, inputs.num_rows))]
+    return [
+        phase.title for phase in plan_phases(config, inputs, job_routes(config, job_profile(config), inputs.num_rows))
+    ]
 
 
 def test_vllm_has_a_phase_for_every_engine_that_rows_may_need(

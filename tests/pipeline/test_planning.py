@@ -13,7 +13,7 @@ import pytest
 from batchspec.config import EngineConfig, InputConfig, RouteConfig, RunConfig, RunOptions
 from batchspec.errors import CostLimitExceeded, MismatchError, UsageError
 from batchspec.pipeline.planning import compare_engines, compared, plan_job, refuse_expensive
-from batchspec.pipeline.profiling import check_profile, job_routes, policy_of, run_fingerprint
+from batchspec.pipeline.profiling import check_profile, job_profile, job_routes, policy_of, run_fingerprint
 from batchspec.profile.records import AcceptanceCell, ClassSample, Curve, Profile, StepCost
 from batchspec.profile.store import load_profile, save_profile
 from batchspec.types import Method, SamplingParams
@@ -107,9 +107,14 @@ def test_a_profile_of_something_else_is_refused_or_leaves_the_run_target_only(co
     with pytest.raises(MismatchError, match="threads: profile"):
         check_profile(other)
     accepted = check_profile(replace(other, routes=replace(other.routes, accept_stale_profile=True)))
-    assert policy_of(accepted, job_routes(accepted, 9)).route("copy", 1).method is Method.TARGET_ONLY
+    assert (
+        policy_of(accepted, job_routes(accepted, job_profile(accepted), 9)).route("copy", 1).method
+        is Method.TARGET_ONLY
+    )
     fitting = check_profile(config)
-    assert policy_of(fitting, job_routes(fitting, 9)).route("copy", 1).method is Method.PROMPT_LOOKUP
+    assert (
+        policy_of(fitting, job_routes(fitting, job_profile(fitting), 9)).route("copy", 1).method is Method.PROMPT_LOOKUP
+    )
 
 
 def test_plans_of_two_engines_are_compared(config: RunConfig, tmp_path: Path) -> None:
