@@ -38,7 +38,7 @@ def probe_engine(model: PackedModel, draft: PackedModel | None, sampler: Sampler
     return difference
 
 
-def probe_sampling(sampler: Sampler, model: PackedModel, num_rows: int = 64) -> str | None:
+def probe_sampling(sampler: Sampler, model: PackedModel, num_rows: int = 16) -> str | None:
     """None where a row's distribution has the same bits alone and beside rows of all settings, else what differed."""
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(num_rows, model.vocab_size, generator=generator).mul_(4).to(model.device, model.dtype)
