@@ -193,7 +193,7 @@ class StepReport:
     """What a policy may learn of one step: `tokens` committed over all rows in `decode_seconds` of the device (prefill
     left out); rows pre-empted since the engine was loaded; `drafts` (request class, proposed, accepted) of the rows
     that proposed; `retired` (request class, prompt + output ids, prompt tokens) of the rows that ended. Where no prompt
-    was read and the engine can tell: seconds of the target's forward, and tokens of context over all rows."""
+    was read and the engine can tell: wall seconds of the target's forward, and tokens of context over all rows."""
 
     num_live: int
     tokens: int

@@ -30,7 +30,7 @@ def measured_saving(pairs: Sequence[PairSums], held_share: float, spent: Spent) 
     """The share of the job's metered time that speculation saved, with a 90 % interval from resampled pairs; None below
     three pairs.
 
-    Rates are sums over sums. Net: for `held_share` of the time nothing was saved, and measuring cost what it cost.
+    Rates are sums over sums. Net: with `held_share` of the tokens nothing was saved, and measuring cost what it cost.
     `classes` is empty, since rows of all classes share every step.
     """
     if len(pairs) < _LEAST_PAIRS:

@@ -89,6 +89,12 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
             f"{number(summary['usd_per_million_output_tokens'], 3)} over all metered time, "
             f"{number(summary['active_usd_per_million_output_tokens'], 3)} over the rows' time."
         )
+    if summary["saving"] is not None:
+        saving = summary["saving"]
+        notes.append(
+            f"Saved: {saving['share']:.1%} of what target-only would have taken (90 % interval {saving['low']:.1%} to "
+            f"{saving['high']:.1%}, {saving['pairs']} held-out blocks; net of measuring)."
+        )
     if summary["error_types"]:
         kinds = ", ".join(f"{printable(kind)} {count:,}" for kind, count in summary["error_types"].items())
         notes.append(f"Error rows: {kinds}.")

@@ -256,11 +256,12 @@ class TorchEngine:
             if row.proposal.token_ids
         ]
         decode = self.parts.meter.since_last(*_DECODE_LINES)
+        forward_seconds = decode["verify"] / self.parts.meter.device_share
         return StepReport(
             num_live=len(rows),
             tokens=sum(row.num_kept for row in rows),
             decode_seconds=sum(decode.values()),
-            forward_seconds=None if any(row.prefill for row in rows) else decode["verify"],
+            forward_seconds=None if any(row.prefill for row in rows) else forward_seconds,
             context_tokens=sum(row.sequence.num_computed for row in rows),
             num_preemptions=self.parts.scheduler.num_preemptions,
             drafts=drafts,

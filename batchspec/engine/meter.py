@@ -11,7 +11,7 @@ class Meter:
 
     def __init__(self, device_share: float = 1.0) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._share = device_share
+        self.device_share = device_share
         self._mark = time.perf_counter()
         self._reported: defaultdict[str, float] = defaultdict(float)
 
@@ -24,7 +24,7 @@ class Meter:
     def lap(self, line: str | None = None) -> float:
         """Device seconds since the last mark, put on `line` if one is given; the next lap starts here."""
         now = time.perf_counter()
-        seconds = (now - self._mark) * self._share
+        seconds = (now - self._mark) * self.device_share
         self._mark = now
         if line is not None:
             self.seconds[line] += seconds

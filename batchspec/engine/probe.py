@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from batchspec.config import MAX_SPECULATIVE_TOKENS
 from batchspec.engine.kv_cache import blocks_for
 from batchspec.engine.model import PackedModel
 from batchspec.engine.packed import Segment
@@ -22,18 +23,22 @@ _SAMPLING = (
 
 _PREFILL_MATES = 12
 
+# Rows of the largest step tried, where the batch with all its proposals can be larger still.
+_MOST_ROWS = 256
+
 # More than a chunk of prefill, and than a partition of keys that the attention kernel merges.
 _PROMPT_TOKENS = 270
 
 
-def probe_engine(model: PackedModel, draft: PackedModel | None, sampler: Sampler) -> str | None:
+def probe_engine(model: PackedModel, draft: PackedModel | None, sampler: Sampler, max_batch: int) -> str | None:
     """None where nothing that was tried changed the bits of a row, else what did.
 
     Tried: the target's forward, the choice of tokens, and the forward of a draft that has a part in the text.
     """
-    difference = probe_batch_invariance(model) or probe_sampling(sampler, model)
+    max_rows = min(_MOST_ROWS, max_batch * (1 + MAX_SPECULATIVE_TOKENS))
+    difference = probe_batch_invariance(model, max_rows) or probe_sampling(sampler, model)
     if difference is None and draft is not None:
-        of_draft = probe_batch_invariance(draft)
+        of_draft = probe_batch_invariance(draft, max_rows)
         difference = f"the draft model: {of_draft}" if of_draft else None
     return difference
 
@@ -52,7 +57,7 @@ def probe_sampling(sampler: Sampler, model: PackedModel, num_rows: int = 16) -> 
     return None
 
 
-def probe_batch_invariance(model: PackedModel, max_rows: int = 640) -> str | None:
+def probe_batch_invariance(model: PackedModel, max_rows: int) -> str | None:
     """None where a sequence's logits have the same bits alone and in every mix tried, else what differed first.
 
     Tried: prefill alone and beside others; six tokens decoded one by one, in blocks, and beside 2 to `max_rows` rows.

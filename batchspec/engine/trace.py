@@ -12,7 +12,7 @@ from batchspec.engine.engine import EngineParts, TorchEngine
 from batchspec.errors import UsageError
 from batchspec.types import Method, RequestSource, RoutePolicy
 
-# Steps that are looked at for one in which the drafter proposes something.
+# Steps without prompts that are looked at for one in which the drafter proposes something.
 _MOST_STEPS = 64
 
 
@@ -28,9 +28,12 @@ class TracedEngine(TorchEngine):
         """Write the first step to `path` that has `num_live` rows, none of them in prefill, and a proposal where a
         route asks for one. Gives the rows up. False, with nothing written, where no step was like that."""
         try:
-            for _ in range(_MOST_STEPS):
+            num_steps = 0
+            while num_steps < _MOST_STEPS:
                 live = list(self.parts.scheduler.live)
-                if len(live) < num_live or not all(sequence.caught_up for sequence in live):
+                reads_prompts = not all(sequence.caught_up for sequence in live)
+                num_steps += not reads_prompts
+                if len(live) < num_live or reads_prompts:
                     self._step(source, policy)
                     continue
                 speculates = any(policy.route(s.request_class, num_live).method is not Method.TARGET_ONLY for s in live)

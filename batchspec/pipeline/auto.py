@@ -8,10 +8,12 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from batchspec.config import NO_PROFILE, ProfileOptions, RunConfig
+from batchspec.errors import UsageError
 from batchspec.io.store import Store, storage_faults
 from batchspec.pipeline.executors.process import die_with
 from batchspec.pipeline.logs import set_up_logging
@@ -34,15 +36,16 @@ def auto_profile(config: RunConfig, store: Store, num_rows: int) -> RunConfig:
     """The configuration of a job with `--profile auto`: with the profile that an earlier attempt left in the output,
     else with one that is measured now if the `num_rows` that are left repay it, else target-only."""
     fingerprint = run_fingerprint(config)
-    path = cached_profile_path(fingerprint)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path = cached_profile_path(fingerprint)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, UsageError) as error:
+        logger.warning("no place to keep a profile, so none is measured: target-only: %s", error)
+        return replace(config, routes=target_only(config))
     followed = replace(config, routes=replace(config.routes, profile=str(path)))
     with storage_faults(store):
         text = read_profile_copy(store)
-    kept = None if text is None else parse_profile(text, store.root)
-    if kept is not None and not fingerprint_differences(kept, fingerprint):
-        save_profile(kept, path)
-        logger.info("routes: by the profile that this job measured before")
+    if text is not None and _still_fits(text, store.root, fingerprint, path):
         return followed
     sample_rows = min(ProfileOptions().sample_rows, num_rows // _REPAYS)
     if sample_rows < _LEAST_SAMPLE_ROWS:
@@ -57,6 +60,20 @@ def auto_profile(config: RunConfig, store: Store, num_rows: int) -> RunConfig:
     else:
         logger.warning("measuring a profile failed (exit code %d): target-only", code)
     return replace(config, routes=target_only(config))
+
+
+def _still_fits(text: str, root: str, fingerprint: Mapping[str, str], path: Path) -> bool:
+    """Whether the profile that an earlier attempt left can be followed; then it is kept at `path`."""
+    try:
+        kept = parse_profile(text, root)
+    except UsageError as error:
+        logger.warning("the profile that this job measured before cannot be read: %s", error)
+        return False
+    if fingerprint_differences(kept, fingerprint):
+        return False
+    save_profile(kept, path)
+    logger.info("routes: by the profile that this job measured before")
+    return True
 
 
 def _in_own_process(config: RunConfig, path: Path, options: ProfileOptions) -> int:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from batchspec.config import AUTO_PROFILE, RunConfig
+from batchspec.config import AUTO_PROFILE, NO_PROFILE, RunConfig
 from batchspec.engine import ENGINES
 from batchspec.errors import UsageError
 from batchspec.profile.policy import static_policy
@@ -24,7 +24,7 @@ def check_config(config: RunConfig) -> None:
         *_range_problems(config),
         *_choice_problems(config),
         *_route_problems(config),
-        *_auto_profile_problems(config),
+        *_profile_problems(config),
         *_rejection_problems(config),
         *_draft_problems(config),
         *_vllm_problems(config),
@@ -78,8 +78,12 @@ def _choice_problems(config: RunConfig) -> Iterator[str]:
             yield f"{name} must be one of {', '.join(known)}, got {value!r}"
 
 
-def _auto_profile_problems(config: RunConfig) -> Iterator[str]:
-    if config.routes.profile == AUTO_PROFILE and (config.engine.engine, config.run.executor) != ("torch", "local"):
+def _profile_problems(config: RunConfig) -> Iterator[str]:
+    routes = config.routes
+    if routes.profile not in (None, NO_PROFILE) and (routes.routes_file or routes.method is not Method.TARGET_ONLY):
+        given = "--routes" if routes.routes_file else "--method"
+        yield f"--profile {routes.profile} routes every class itself: drop it or {given}"
+    if routes.profile == AUTO_PROFILE and (config.engine.engine, config.run.executor) != ("torch", "local"):
         yield "--profile auto measures --engine torch on this machine: name a file for another engine or executor"
 
 

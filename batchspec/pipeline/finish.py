@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from batchspec.accounting.summary import JobSummary
 from batchspec.accounting.totals import RowTotals, sum_rows
 from batchspec.accounting.usage import Usage, combine
 from batchspec.config import RunConfig
-from batchspec.errors import BatchspecError
+from batchspec.errors import BatchspecError, UsageError
 from batchspec.io.inputs import InputSet
 from batchspec.io.store import Store, storage_faults
 from batchspec.io.writer import is_part_name, part_name
@@ -26,6 +27,8 @@ from batchspec.profile.predict import predicted_tokens_per_step
 from batchspec.profile.routing import job_policy
 from batchspec.profile.store import parse_profile
 from batchspec.types import Method
+
+logger = logging.getLogger(__name__)
 
 
 def check_complete(store: Store, manifest: Manifest) -> None:
@@ -69,17 +72,15 @@ def charge_killed_attempts(
 def job_summary(rows: RowTotals, attempts: Sequence[Attempt], store: Store) -> JobSummary:
     """The whole job. What the batch was, and whether results depend on it, is said of all engines that took part."""
     engines = [engine for attempt in attempts for engine in attempt.engines]
+    pairs = [pair for attempt in attempts for pair in attempt.holdout_pairs]
+    held_share = sum(held_tokens for held_tokens, *_ in pairs) / max(1, rows.job.output_tokens)
     invariances = {engine["batch_invariant"] for engine in engines}
     return JobSummary(
         rows=rows,
         attempts=[attempt.time for attempt in attempts],
         output=store.root,
         batch_invariant=False if False in invariances else invariances == {True} or None,
-        saving=measured_saving(
-            [pair for attempt in attempts for pair in attempt.holdout_pairs],
-            max((attempt.settings["run"]["holdout"] for attempt in attempts if attempt.holdout_pairs), default=0.0),
-            _spent(attempts),
-        ),
+        saving=measured_saving(pairs, held_share, _spent(attempts)),
         predicted_tokens_per_target_step=_predicted(rows, store),
         usage=combine(Usage(**attempt.usage) for attempt in attempts),
         max_batch=max((engine["max_batch"] for engine in engines), default=None),
@@ -93,7 +94,11 @@ def _predicted(rows: RowTotals, store: Store) -> dict[str, float]:
     live = rows.job.mean_live_sequences
     if content is None or live is None:
         return {}
-    profile = parse_profile(content, store.root)
+    try:
+        profile = parse_profile(content, store.root)
+    except UsageError as error:
+        logger.warning("no prediction beside the summary: %s", error)
+        return {}
     methods = frozenset(Method(cell.method) for cell in profile.acceptance)
     policy = job_policy(profile, methods, profile.max_batch, rows.job.rows)
     return predicted_tokens_per_step(profile, {label: policy.route(label, round(live)) for label in rows.by_class()})

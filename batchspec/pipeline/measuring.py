@@ -27,7 +27,7 @@ from batchspec.pipeline.profiling import (
 from batchspec.profile.curves import depth_curves, occupancy_curves
 from batchspec.profile.policy import StaticPolicy
 from batchspec.profile.records import Profile
-from batchspec.profile.sample import stratified
+from batchspec.profile.sample import row_shares, stratified
 from batchspec.profile.scope import ListSource, Scope
 from batchspec.profile.show import format_profile
 from batchspec.profile.store import fingerprint_differences, load_profile, save_profile
@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TraceCell:
-    """The step that `--trace` writes: `live_rows` rows of a class (None: of the sample's mix) on one static route."""
+    """The step that `--trace` writes: `live_rows` rows of a class (None: the input's first) on one static route."""
 
     route: Route
     live_rows: int
@@ -109,7 +109,7 @@ def make_profile(config: RunConfig, path: Path, options: ProfileOptions, say: Sa
     traced = _traced_rows(rows, cell, config) if cell else []
     place = worker_places(config)[0]
 
-    sample = stratified(rows, options.sample_rows)
+    sample, scope = stratified(rows, options.sample_rows), replace(scope, row_shares=row_shares(rows))
     if config.engine.engine == "vllm":
         profile = measure_route_engines(config.engine, place, sample, fingerprint, scope, say)
         _save(profile, path, say)
@@ -139,7 +139,9 @@ def _save(profile: Profile, path: Path, say: Say) -> None:
 
 
 def _make_folder(option: str, file: Path) -> None:
-    """Make the folder of a file that will be written after minutes of work. Raises UsageError where it cannot be."""
+    """Make the folder of a file that is written after minutes of work. Raises UsageError where either cannot be."""
+    if file.is_dir():
+        raise UsageError(f"{option} {file}: is a folder; name the file to write")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -23,7 +23,7 @@ from batchspec.profile.predict import predict_seconds
 from batchspec.profile.records import ClassSample, Profile
 from batchspec.profile.store import fingerprint_differences, load_profile
 from batchspec.types import Method, Route
-from batchspec.workload import RequestClassifier
+from batchspec.workload import label_of
 
 # Rows whose prompts are tokenised and that are stepped through; larger jobs are scaled up.
 _TOKENISED_ROWS = 400
@@ -54,6 +54,7 @@ class JobPlan:
     routes: dict[str, str]
     rows_by_class: dict[str, int]
     longest_answer: int
+    answers_cut: bool
     verdict: str
 
     def as_json(self) -> dict[str, Any]:
@@ -70,6 +71,8 @@ class JobPlan:
             f"target-only: {self.target_only_seconds:.0f} s",
             f"answers are taken to be as long as the profile's, at most {self.longest_answer} tokens",
         ]
+        if self.answers_cut:
+            lines.append("which ended some that this job lets go on: measure with its own --max-new-tokens")
         routes = [f"  {label}, {self.rows_by_class[label]} rows: {route}" for label, route in self.routes.items()]
         return "\n".join([*lines, *routes])
 
@@ -112,21 +115,22 @@ def compare_engines(config: RunConfig, files: Sequence[str]) -> list[JobPlan]:
 
 def _plan(config: RunConfig, profile: Profile, num_rows: int) -> JobPlan:
     """The plan of `num_rows` rows by a profile that fits."""
-    samples, scale, shared_tokens = _expected_rows(profile, config, num_rows)
+    places = worker_places(config)
+    samples, scale, shared_tokens = _expected_rows(profile, config, num_rows, -(-num_rows // len(places)))
     batch, plain, in_phases = config.engine.max_batch, Route(Method.TARGET_ONLY), profile.one_route_per_engine
     policy = policy_of(config, profile_routes(config, profile, num_rows))
     if in_phases and needs_target_only(config.sampling):
         policy = StaticPolicy(plain)
-    places = worker_places(config)
 
     def seconds_of(route_of: Callable[[str, int], Route]) -> float:
-        """All workers share the rows evenly. Every phase loads an engine of its own."""
+        """Of one worker; all share the rows evenly. Every phase loads an engine of its own."""
         phases: dict[object, list[ClassSample]] = defaultdict(list)
         for sample in samples:
             phases[engine_key(route_of(sample.request_class, batch)) if in_phases else None].append(sample)
-        decode_seconds = sum(predict_seconds(profile, phase, route_of, batch) for phase in phases.values())
-        decode_seconds -= shared_tokens * profile.step_cost.prefill_per_token
-        return len(phases) * profile.load_seconds + decode_seconds * scale / len(places)
+        copies = max(1.0, scale / len(places))
+        decode_seconds = sum(_many_times(profile, phase, route_of, batch, copies) for phase in phases.values())
+        decode_seconds -= copies * shared_tokens * profile.step_cost.prefill_per_token
+        return len(phases) * profile.load_seconds + decode_seconds
 
     seconds, target_only = seconds_of(policy.route), seconds_of(lambda label, n: plain)
     spread = max([_LEAST_SPREAD, *(abs(t.seconds / t.predicted_seconds - 1) for t in profile.trials)])
@@ -150,6 +154,7 @@ def _plan(config: RunConfig, profile: Profile, num_rows: int) -> JobPlan:
         routes=shown,
         rows_by_class={sample.request_class: round(sample.num_rows * scale) for sample in samples},
         longest_answer=profile.max_new_tokens,
+        answers_cut=_cuts_answers(profile, config.sampling.max_new_tokens),
         verdict=f"speculating should save {saving:.0%} of the time" if saving > 0.005 else "do not speculate here",
     )
 
@@ -170,13 +175,38 @@ def refuse_expensive(plan: JobPlan, max_cost_usd: float | None) -> None:
         return
     if plan.cost_usd is None:
         raise UsageError("--max-cost-usd needs --price-per-hour")
+    if plan.answers_cut:
+        raise UsageError(
+            f"--max-cost-usd: the profile's answers were cut at {plan.longest_answer} tokens, so that the cost of this "
+            "job is not known; measure with its own --max-new-tokens"
+        )
     if plan.cost_usd > max_cost_usd:
         raise CostLimitExceeded(
             f"the job is expected to cost {plan.cost_usd:.4f} USD, above --max-cost-usd {max_cost_usd:g}"
         )
 
 
-def _expected_rows(profile: Profile, config: RunConfig, num_rows: int) -> tuple[list[ClassSample], float, int]:
+def _cuts_answers(profile: Profile, max_new_tokens: int) -> bool:
+    """Whether answers would go on where the profile's ended."""
+    longest = max((tokens for sample in profile.samples for tokens in sample.output_tokens), default=0)
+    return profile.max_new_tokens < max_new_tokens and longest >= profile.max_new_tokens
+
+
+def _many_times(
+    profile: Profile, rows: Sequence[ClassSample], route_of: Callable[[str, int], Route], batch: int, copies: float
+) -> float:
+    """Seconds of these rows so many times over: what comes between the first and the last time meets a full batch, and
+    only the last drains it."""
+    once = predict_seconds(profile, rows, route_of, batch)
+    if copies == 1:
+        return once
+    doubled = [replace(s, input_tokens=s.input_tokens * 2, output_tokens=s.output_tokens * 2) for s in rows]
+    return once + (copies - 1) * (predict_seconds(profile, doubled, route_of, batch) - once)
+
+
+def _expected_rows(
+    profile: Profile, config: RunConfig, num_rows: int, rows_per_worker: int
+) -> tuple[list[ClassSample], float, int]:
     """Rows to step through, by class, with tokenised prompts and the profile's answers; how many each stands for; and
     how many of their prompt tokens need not be read since they begin like an earlier row.
 
@@ -186,13 +216,14 @@ def _expected_rows(profile: Profile, config: RunConfig, num_rows: int) -> tuple[
 
     encoder = PromptEncoder(load_tokenizer(Path(config.engine.model)), 2**31, config.engine.neutralize_special_tokens)
     rows, num_read = read_rows(config)
-    taken = rows[:: max(1, len(rows) // _TOKENISED_ROWS)]
+    rows.sort(key=lambda request: label_of(request.request_class))  # else a stride could skip whole classes
+    taken = rows[:: max(1, len(rows) // min(_TOKENISED_ROWS, max(1, rows_per_worker)))]
     known = {sample.request_class: sample for sample in profile.samples}
     everything = [tokens for sample in profile.samples for tokens in sample.output_tokens]
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     prompts: list[list[int]] = []
     for request in taken:
-        label = RequestClassifier().label(request.request_class)
+        label = label_of(request.request_class)
         answers = known[label].output_tokens if label in known else everything
         try:
             prompt = encoder.encode(request)
@@ -213,9 +244,11 @@ def _expected_rows(profile: Profile, config: RunConfig, num_rows: int) -> tuple[
 
 def _shared_tokens(prompts: Sequence[Sequence[int]], grain: int) -> int:
     """Tokens in whole chunks at the start of a prompt which an earlier one starts with, too."""
-    seen, shared = set[tuple[int, ...]](), 0
+    seen, shared = set[int](), 0
     for prompt in prompts:
-        begun = [tuple(prompt[:end]) for end in range(grain, len(prompt), grain)]
-        shared += grain * sum(start in seen for start in begun)
-        seen.update(begun)
+        start = 0
+        for end in range(grain, len(prompt), grain):
+            start = hash((start, *prompt[end - grain : end]))
+            shared += grain * (start in seen)
+            seen.add(start)
     return shared

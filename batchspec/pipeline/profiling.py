@@ -46,6 +46,13 @@ def profile_routes(config: RunConfig, profile: Profile, num_rows: int) -> Static
     """The profile itself, or the routes that it settles: where each needs an engine of its own, and where a row's text
     depends on its route (then by what the profile says at its own largest batch, whatever the run's is)."""
     methods, settled = available_methods(config), samples_by_rejection(config)
+    if not settled and config.engine.max_batch > profile.max_batch:
+        logger.warning(
+            "the profile was measured up to %d live rows, and beyond it rows are decoded target-only: measure with "
+            "--max-batch %d",
+            profile.max_batch,
+            config.engine.max_batch,
+        )
     max_batch = profile.max_batch if settled else config.engine.max_batch
     if profile.one_route_per_engine:
         return phase_routes(profile, methods, max_batch, num_rows)
@@ -92,6 +99,8 @@ def check_profile(config: RunConfig) -> RunConfig:
     now = run_fingerprint(config)
     differences = fingerprint_differences(profile, now)
     if routes.accept_stale_profile and differences:
+        found = "; ".join(differences)
+        logger.warning("%s was measured with something else (%s): what changed runs target-only", path, found)
         if all(line.startswith("draft_") for line in differences):  # what is known of the target alone still holds
             return replace(
                 config,
@@ -112,8 +121,8 @@ def _cached_profile(config: RunConfig) -> str:
     if config.engine.engine == "fake" or config.routes.routes_file or config.routes.method is not Method.TARGET_ONLY:
         return NO_PROFILE
     now = run_fingerprint(config)
-    path = cached_profile_path(now)
     try:
+        path = cached_profile_path(now)
         profile = load_profile(path)
     except UsageError:
         logger.info("no profile of this model here: target-only. `batchspec profile INPUT` measures one")

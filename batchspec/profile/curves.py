@@ -15,7 +15,6 @@ from batchspec.types import Method, Route
 RouteOf = Callable[[str, int], Route]
 Mix = Callable[[int, RouteOf], tuple[float, float]]
 
-_DEPTHS = (1, 2, 3, 4, 6, 8)
 _STATIC_DEPTH = 4
 
 
@@ -58,9 +57,11 @@ def depth_curves(profile: Profile, methods: frozenset[Method], live_rows: Sequen
     mix = _mix_of(profile)
     curves = []
     for method in sorted(methods):
-        found = {n: [_against_plain(mix, n, _static(method, k)) for k in _DEPTHS] for n in live_rows}
-        tokens = [mix(live_rows[0], _static(method, k))[0] for k in _DEPTHS]
-        curves.append(DepthCurve(method, _DEPTHS, tuple(tokens), {n: tuple(ratios) for n, ratios in found.items()}))
+        depths = profile.draft_lengths(method)
+        routes = [_static(profile, method, k) for k in depths]
+        found = {n: tuple(_against_plain(mix, n, route) for route in routes) for n in live_rows}
+        tokens = tuple(mix(live_rows[0], route)[0] for route in routes)
+        curves.append(DepthCurve(method, depths, tokens, found))
     return curves
 
 
@@ -69,7 +70,9 @@ def occupancy_curves(profile: Profile, methods: frozenset[Method]) -> list[Occup
     counts = occupancies(profile.max_batch)
     mix, policies = _mix_of(profile), {n: job_policy(profile, methods, n) for n in counts}
     settings: list[tuple[str, RouteOf]] = [("routed", lambda label, n: policies[n].route(label, n))]
-    settings += [(f"{m.value} k={_STATIC_DEPTH}", _static(m, _STATIC_DEPTH)) for m in sorted(methods)]
+    for method in sorted(methods):
+        k = max(k for k in profile.draft_lengths(method) if k <= _STATIC_DEPTH)
+        settings.append((f"{method.value} k={k}", _static(profile, method, k)))
     return [
         OccupancyCurve(name, tuple(counts), tuple(_against_plain(mix, n, route_of) for n in counts))
         for name, route_of in settings
@@ -82,9 +85,11 @@ def _mix_of(profile: Profile) -> Mix:
 
 
 def _against_plain(mix: Mix, live_rows: int, route_of: RouteOf) -> float:
-    return mix(live_rows, route_of)[1] / mix(live_rows, _static(Method.TARGET_ONLY, 0))[1]
+    return mix(live_rows, route_of)[1] / mix(live_rows, lambda label, n: Route(Method.TARGET_ONLY))[1]
 
 
-def _static(method: Method, depth: int) -> RouteOf:
-    route = Route(method, depth)
+def _static(profile: Profile, method: Method, depth: int) -> RouteOf:
+    """One route for all, prompt lookup with the longest least match that was measured."""
+    least = max(cell.min_match_tokens or 0 for cell in profile.acceptance if cell.method == method)
+    route = Route(method, depth, min_match_tokens=least)
     return lambda request_class, occupancy: route

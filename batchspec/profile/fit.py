@@ -2,7 +2,8 @@
 
 The plain engine's runs give the seconds of a step by live rows, of context and of prompts. What a speculative engine's
 step takes beyond a plain one of as many positions is its drafting. An engine keeps its draft length, so lookup's
-acceptance is replayed over the plain engine's text, while a draft model's is what its engine counted.
+acceptance is replayed over the plain engine's text, while a draft model's is what its engine counted; neither goes
+deeper than the engine that was timed, so that no job is given an engine whose cost is a guess.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def fit_profile(
         if run.route.method is Method.PROMPT_LOOKUP:
             rows = [s.decoded for s in sampled]
             for least_match in scope.least_matches:
-                acceptance += replay_lookup(rows, scope.max_depth, least_match)
+                acceptance += replay_lookup(rows, run.route.num_speculative_tokens, least_match)
         else:
             acceptance += _counted(run, [s.request for s in sampled])
     first = sampled[0].request.sampling
@@ -55,7 +56,7 @@ def fit_profile(
         sampling={"temperature": first.temperature, "top_p": first.top_p},
         max_batch=max_batch,
         max_new_tokens=max(s.request.sampling.max_new_tokens for s in sampled),
-        samples=class_samples(sampled),
+        samples=class_samples(sampled, scope.row_shares),
         acceptance=tuple(acceptance),
         step_cost=cost,
         skipped=skipped,

@@ -66,4 +66,5 @@ class HoldoutPolicy:
             self.pairs.append(Pair(held, around))
             self._open = None
         self._before = block
-        self._held = self._random.random() < self._share
+        # no draw follows a held block, so that this share of those that do follow another holds `share` of all
+        self._held = self._random.random() < self._share / (1 - self._share)

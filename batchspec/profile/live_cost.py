@@ -72,7 +72,7 @@ class LiveStepCost:
         profiled = self._profiled
         seconds = [max(level * s / _MOST_EXTRAPOLATED, self._slope * s + offset) for s in profiled.target.seconds]
         self.cost = replace(
-            profiled,
+            profiled.scaled(level),  # what is not seen of the run, such as a draft model's forwards
             target=Curve(profiled.target.counts, tuple(seconds)),
             per_kv_token=self._slope * profiled.per_kv_token,
             per_position_kv_token=self._slope * profiled.per_position_kv_token,

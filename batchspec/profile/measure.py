@@ -86,7 +86,7 @@ def measure_profile(
         sampling={"temperature": requests[0].sampling.temperature, "top_p": requests[0].sampling.top_p},
         max_batch=engine.info.max_batch,
         max_new_tokens=max(r.sampling.max_new_tokens for r in requests),
-        samples=class_samples(completions),
+        samples=class_samples(completions, scope.row_shares),
         acceptance=acceptance,
         step_cost=timer.step_cost(own_seconds, lookup_seconds),
         skipped=tuple(skipped),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 
 from batchspec.profile.acceptance import DecodedRow, replay_lookup
 from batchspec.profile.live_cost import LiveStepCost
 from batchspec.profile.marginal import Decision, decide
 from batchspec.profile.options import any_class, class_options
-from batchspec.profile.policy import ANY_CLASS, StaticPolicy
+from batchspec.profile.policy import ANY_CLASS, StaticPolicy, beyond_measured
 from batchspec.profile.records import Profile
 from batchspec.types import Method, Route, StepReport
 from batchspec.workload import label_of
@@ -71,7 +71,7 @@ class MeasuredPolicy:
         self._cost = LiveStepCost(profile.step_cost)
         self._options = (*class_options(profile), any_class(profile))
         self._methods = methods
-        self._max_batch = max_batch
+        self._max_batch, self._measured_rows = max_batch, profile.max_batch
         self._table: dict[tuple[int, frozenset[Method]], Mapping[str, Decision]] = {}
         self._live: dict[tuple[str, Method], LiveAcceptance] = {}
         self._replayed: dict[str, LiveAcceptance] = {}
@@ -83,7 +83,12 @@ class MeasuredPolicy:
         methods."""
         occupancy = max(1, min(occupancy, self._max_batch))
         if (occupancy, lost) not in self._table:
-            decided = decide(self._options, self._cost.cost, occupancy, self._methods - lost)
+            measured = occupancy <= self._measured_rows
+            methods = self._methods - lost if measured else frozenset()
+            decided = decide(self._options, self._cost.cost, occupancy, methods)
+            if not measured:
+                reason = beyond_measured(self._measured_rows)
+                decided = [replace(d, route=replace(d.route, reason=reason)) for d in decided]
             self._table[occupancy, lost] = {d.request_class: d for d in decided}
         return self._table[occupancy, lost]
 

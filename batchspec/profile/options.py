@@ -42,7 +42,8 @@ class Option:
 
 @dataclass(frozen=True)
 class ClassOptions:
-    """What is known of a class: its weight among live rows, its mean sizes, and the options of every setting.
+    """What is known of a class: its share of the tokens written, and so of the live rows, its mean sizes, and the
+    options of every setting.
 
     `catch_up` is what a row brings for a draft model to read: prompt tokens per token that it writes.
     """
@@ -65,7 +66,7 @@ class ClassOptions:
 def class_options(profile: Profile, doubt: float = _DOUBT) -> tuple[ClassOptions, ...]:
     """Probabilities of reaching and accepting each position, by class, method and match length, `doubt` standard
     deviations below their estimate (0 to predict, more to decide)."""
-    total_steps = sum(sum(s.output_tokens) for s in profile.samples)
+    weights = profile.token_shares
     pooled = _pool(profile.acceptance)
     options = []
     for sample in profile.samples:
@@ -81,7 +82,7 @@ def class_options(profile: Profile, doubt: float = _DOUBT) -> tuple[ClassOptions
         options.append(
             ClassOptions(
                 sample.request_class,
-                sum(sample.output_tokens) / max(1, total_steps),
+                weights[sample.request_class],
                 sample.mean_context_tokens,
                 {setting: tuple(found) for setting, found in by_setting.items()},
                 sum(sample.input_tokens) / max(1, sum(sample.output_tokens)),

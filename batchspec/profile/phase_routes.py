@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from batchspec.profile.options import ClassOptions, class_options
-from batchspec.profile.policy import StaticPolicy
+from batchspec.profile.policy import StaticPolicy, beyond_measured
 from batchspec.profile.predict import throughput
 from batchspec.profile.records import Profile, StepCost
 from batchspec.types import Method, Route
-
-_DEPTHS = (1, 2, 3, 4, 6, 8)
 
 # Rates nearer to each other than this are taken to be the same: predictions err by as much.
 _LEAST_GAIN = 0.03
@@ -23,15 +23,14 @@ def phase_routes(profile: Profile, methods: frozenset[Method], max_batch: int, n
     one engine, and stays target-only where there are two.
     """
     plain = Route(Method.TARGET_ONLY, reason="profile: no speculative engine would save what it takes to load")
-    answered = sum(sample.num_rows for sample in profile.samples)
-    scale = num_rows / max(1, answered)
-    tokens = {s.request_class: scale * sum(s.output_tokens) for s in profile.samples}
+    if max_batch > profile.max_batch:
+        return StaticPolicy(replace(plain, reason=beyond_measured(profile.max_batch)))
+    shares = profile.row_shares
+    tokens = {s.request_class: num_rows * shares[s.request_class] * s.mean_output_tokens for s in profile.samples}
     most_saved, best = 0.0, StaticPolicy(plain)
     classes = class_options(profile)
     for method, least_match in sorted({setting for c in classes for setting in c.by_setting}):
-        for k in _DEPTHS:
-            if method not in methods or k > _deepest(profile, method):
-                continue
+        for k in profile.draft_lengths(method) if method in methods else ():
             reason = f"profile: {method.value} pays at {max_batch} live rows"
             route = Route(method, k, reason, least_match)
             saved = {
@@ -45,10 +44,6 @@ def phase_routes(profile: Profile, methods: frozenset[Method], max_batch: int, n
                 most_saved = seconds
                 best = StaticPolicy(route) if all_on_one else StaticPolicy(plain, dict.fromkeys(gaining, route))
     return best
-
-
-def _deepest(profile: Profile, method: Method) -> int:
-    return max((len(c.accepted_per_pos) for c in profile.acceptance if c.method == method.value), default=0)
 
 
 def _saved_per_token(cost: StepCost, c: ClassOptions, occupancy: int, route: Route) -> float:

@@ -39,6 +39,11 @@ class StaticPolicy:
         """Chosen routes learn nothing."""
 
 
+def beyond_measured(num_rows: int) -> str:
+    """Why rows are decoded target-only beside more live rows than their profile was measured with."""
+    return f"profile: measured up to {num_rows} live rows"
+
+
 def static_policy(config: RouteConfig, draft_model: str | None = None) -> StaticPolicy:
     """The policy of `--method` and `--routes`. Raises one UsageError that lists everything wrong with either.
 

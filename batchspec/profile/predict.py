@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -115,28 +114,26 @@ def simulate(
     its class's expected tokens per step."""
     cost = profile.step_cost
     waiting = _interleaved(rows)
-    live: list[tuple[float, int, str, float]] = []  # tokens left, tie-break, class, context
-    seconds, serial = 0.0, 0
+    live: list[tuple[float, str, float]] = []  # tokens left, class, context
+    seconds = 0.0
     while waiting or live:
         while waiting and len(live) < max_batch:
             label, input_tokens, output_tokens = waiting.pop()
             drafts = any(step_of(label, len(live) + 1).draft_depths)
             seconds += input_tokens * (cost.prefill_per_token + drafts * cost.draft_prefill_per_token)
-            serial += 1
-            heapq.heappush(live, (output_tokens - 1.0, serial, label, input_tokens + output_tokens / 2))
+            live.append((output_tokens - 1.0, label, input_tokens + output_tokens / 2))
         occupancy = len(live)
-        steps = {label: step_of(label, occupancy) for label in {entry[2] for entry in live}}
-        context = sum(entry[3] for entry in live) / occupancy
-        each = step_seconds(cost, [(1.0, steps[label]) for _, _, label, _ in live], context)
-        soonest = min(left / steps[label].tokens for left, _, label, _ in live)
+        steps = {label: step_of(label, occupancy) for label in {label for _, label, _ in live}}
+        context = sum(size for _, _, size in live) / occupancy
+        each = step_seconds(cost, [(1.0, steps[label]) for _, label, _ in live], context)
+        soonest = min(left / steps[label].tokens for left, label, _ in live)
         count = min(_MOST_STEPS_AT_ONCE, max(1.0, soonest))
         seconds += count * each
         live = [
-            (left - count * steps[label].tokens, tie, label, size)
-            for left, tie, label, size in live
+            (left - count * steps[label].tokens, label, size)
+            for left, label, size in live
             if left > count * steps[label].tokens
         ]
-        heapq.heapify(live)
     return seconds
 
 

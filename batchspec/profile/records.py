@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from batchspec.ngrams import grade_of
 
 PROFILE_VERSION = 2
+
+_DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
 
 # Enough for curves of some 20 points.
 _CONVEX_ROUNDS = 2000
@@ -15,11 +17,15 @@ _CONVEX_ROUNDS = 2000
 
 @dataclass(frozen=True)
 class ClassSample:
-    """The rows of one class that were decoded to measure: what they brought and what they wrote, in tokens."""
+    """The rows of one class that were decoded to measure: what they brought and what they wrote, in tokens.
+
+    Classes are sampled about equally; `input_share` is the class's share of the input's rows (None: the sample's).
+    """
 
     request_class: str
     input_tokens: tuple[int, ...]
     output_tokens: tuple[int, ...]
+    input_share: float | None = None
 
     @property
     def num_rows(self) -> int:
@@ -42,9 +48,9 @@ class AcceptanceCell:
 
     `match_tokens` and `match_support` (batchspec.ngrams.Support) tell prompt lookup's cells apart (None for a draft
     model). Steps depend on what is proposed in those before: every least match, `min_match_tokens`, has cells of its
-    own (None for a draft model alone). `num_steps` of the class's
-    `num_class_steps` target steps proposed something in this cell; `accepted_per_pos` and `rejections_per_pos` count
-    judged positions. A draft model's cell of method lookup_then_draft holds the steps in which lookup found nothing.
+    own (None for a draft model alone). `num_steps` of the class's `num_class_steps` target steps proposed something in
+    this cell; `accepted_per_pos` and `rejections_per_pos` count judged positions. A draft model's cell of method
+    lookup_then_draft holds the steps in which lookup found nothing.
     """
 
     request_class: str
@@ -75,6 +81,9 @@ class Curve:
         x0, x1 = self.counts[left], self.counts[left + 1]
         y0, y1 = self.seconds[left], self.seconds[left + 1]
         return max(0.0, y0 + (y1 - y0) * (count - x0) / (x1 - x0))
+
+    def scaled(self, factor: float) -> Curve:
+        return Curve(self.counts, tuple(factor * seconds for seconds in self.seconds))
 
     def convex(self) -> Curve:
         """The curve nearest by relative error (least squares) whose slope is never negative and never falls: a forward
@@ -130,6 +139,16 @@ class StepCost:
         forward = self.forward_seconds(num_sequences, num_positions, context_tokens)
         return forward + num_sequences * self.per_sequence
 
+    def scaled(self, factor: float) -> StepCost:
+        """What a machine takes that is slower by this factor in all it does."""
+        draft = None if self.draft is None else self.draft.scaled(factor)
+        seconds = {
+            field.name: factor * getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("target", "draft")
+        }
+        return StepCost(self.target.scaled(factor), draft=draft, **seconds)
+
     def draft_step_seconds(self, num_rows: float, context_tokens: float) -> float:
         """A forward of the draft model, one position a row; 0 without a draft model."""
         if self.draft is None:
@@ -167,6 +186,24 @@ class Profile:
     load_seconds: float = 0.0
     measuring_seconds: float = 0.0
     profile_version: int = PROFILE_VERSION
+
+    @property
+    def row_shares(self) -> dict[str, float]:
+        """Each class's share of the input's rows."""
+        found = {s.request_class: s.num_rows if s.input_share is None else s.input_share for s in self.samples}
+        return {label: share / max(1e-9, sum(found.values())) for label, share in found.items()}
+
+    @property
+    def token_shares(self) -> dict[str, float]:
+        """Each class's share of the tokens that the input's rows write."""
+        rows = self.row_shares
+        found = {s.request_class: rows[s.request_class] * s.mean_output_tokens for s in self.samples}
+        return {label: share / max(1e-9, sum(found.values())) for label, share in found.items()}
+
+    def draft_lengths(self, method: str) -> tuple[int, ...]:
+        """The usual draft lengths, as far as the method was measured."""
+        deepest = max((len(cell.accepted_per_pos) for cell in self.acceptance if cell.method == method), default=0)
+        return tuple(length for length in _DRAFT_LENGTHS if length <= deepest)
 
     @property
     def one_route_per_engine(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from batchspec.profile.acceptance import DecodedRow
@@ -55,8 +55,16 @@ def stratified(requests: Sequence[Request], num_rows: int) -> list[Request]:
     return [rows[i] for i in range(max(map(len, picked), default=0)) for rows in picked if i < len(rows)]
 
 
-def class_samples(completions: Sequence[SampledCompletion]) -> tuple[ClassSample, ...]:
-    """Prompt and output lengths by class."""
+def row_shares(requests: Sequence[Request]) -> dict[str, float]:
+    """Each class's share of these rows."""
+    counts = Counter(RequestClassifier().label(request.request_class) for request in requests)
+    return {label: count / len(requests) for label, count in counts.items()}
+
+
+def class_samples(
+    completions: Sequence[SampledCompletion], shares: Mapping[str, float] | None = None
+) -> tuple[ClassSample, ...]:
+    """Prompt and output lengths by class; `shares` are the classes' shares of the input's rows."""
     by_class: dict[str, list[DecodedRow]] = defaultdict(list)
     for completion in completions:
         row = completion.decoded
@@ -66,6 +74,7 @@ def class_samples(completions: Sequence[SampledCompletion]) -> tuple[ClassSample
             label,
             tuple(row.num_prompt_tokens for row in found),
             tuple(len(row.token_ids) - row.num_prompt_tokens for row in found),
+            (shares or {}).get(label),
         )
         for label, found in sorted(by_class.items())
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
 
@@ -14,13 +14,15 @@ from batchspec.types import Method, Request
 @dataclass(frozen=True)
 class Scope:
     """What to measure: the methods, how many tokens they propose at most, and the least matches of prompt lookup. A job
-    of `job_rows` (None: any) must be worth it."""
+    of `job_rows` (None: any) must be worth it. `row_shares` are the classes' shares of the input's rows (empty: those
+    of the sample)."""
 
     methods: frozenset[Method]
     max_depth: int = 8
     least_matches: tuple[int, ...] = (1, 2)
     budget_seconds: float = 120.0
     job_rows: int | None = None
+    row_shares: Mapping[str, float] = field(default_factory=dict)
 
 
 class NotWorthMeasuring(Exception):

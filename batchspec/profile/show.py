@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 from batchspec.profile.curves import depth_curves, occupancies, occupancy_curves
 from batchspec.profile.marginal import Decision
@@ -102,17 +103,20 @@ def verdict(table: Sequence[Mapping[str, Decision]], counts: Sequence[int], labe
     if not any(speculating):
         return "Do not speculate here: no class gains at any number of live rows."
     most = max(map(len, speculating))
-    upto = max(count for count, found in zip(counts, speculating, strict=True) if len(found) == most)
+    first = next(place for place, found in enumerate(speculating) if len(found) == most)
+    run = list(takewhile(lambda found: len(found) == most, speculating[first:]))
+    upto = counts[first + len(run) - 1]
+    span = f"up to {upto}" if first == 0 else f"at {counts[first]} to {upto}"
     last = max(count for count, found in zip(counts, speculating, strict=True) if found)
     if last == counts[-1]:
         tail = f"at {last} still {len(speculating[-1])}"
     else:
         tail = f"above {last} none does" if last == upto else f"up to {last} some do, above that none"
-    if most == len(labels) and upto == counts[-1]:
+    if most == len(labels) and len(run) == len(counts):
         return f"All {len(labels)} classes speculate, at every number of live rows up to {upto}."
     never = [label for label in labels if not any(label in found for found in speculating)]
     nobody = f"; never: {', '.join(never)}" if never else ""
-    return f"{most} of {len(labels)} classes speculate up to {upto} live rows; {tail}{nobody}."
+    return f"{most} of {len(labels)} classes speculate {span} live rows; {tail}{nobody}."
 
 
 def _cell(decision: Decision) -> str:

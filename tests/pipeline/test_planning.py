@@ -84,6 +84,35 @@ def test_rows_that_cannot_be_answered_and_shared_beginnings_take_no_time(config:
     assert seconds(different) - read_once == pytest.approx(19 * 576 * 0.001, rel=0.05)
 
 
+def with_rows(config: RunConfig, tmp_path: Path, classes: list[str]) -> RunConfig:
+    path = tmp_path / "many.parquet"
+    pq.write_table(pa.table({"prompt": ["abcdefgh"] * len(classes), "request_class": classes}), path)
+    return replace(config, input=InputConfig(inputs=(str(path),)))
+
+
+def test_classes_that_take_turns_in_a_long_input_are_all_counted(config: RunConfig, tmp_path: Path) -> None:
+    plan = plan_job(with_rows(config, tmp_path, ["copy", "write"] * 600))
+    assert plan.rows_by_class == {"copy": 600, "write": 600}
+    assert plan.target_only_seconds == pytest.approx(10 + 300 * 39 * 0.104, rel=0.02)
+
+
+def test_every_worker_has_its_part_of_the_rows(config: RunConfig, tmp_path: Path) -> None:
+    few = with_rows(config, tmp_path, ["write"] * 8)
+    shared = replace(few, run=replace(config.run, workers=4, threads=2))
+    profile = load_profile(tmp_path / "profile.json")
+    save_profile(replace(profile, fingerprint=run_fingerprint(shared)), tmp_path / "profile.json")
+    # two rows each, side by side: not a quarter of what eight take four by four
+    assert plan_job(shared).target_only_seconds == pytest.approx(10 + 39 * 0.102, rel=0.02)
+
+
+def test_a_plan_by_answers_that_were_cut_says_so_and_passes_no_limit(config: RunConfig) -> None:
+    plan = plan_job(replace(config, sampling=SamplingParams(max_new_tokens=400)))
+    assert plan.answers_cut
+    assert "ended some" in plan.as_text()
+    with pytest.raises(UsageError, match="answers were cut at 40 tokens"):
+        refuse_expensive(plan, 1e9)
+
+
 def test_a_plan_above_the_limit_is_refused(config: RunConfig) -> None:
     plan = plan_job(config)
     refuse_expensive(plan, 1.0)
@@ -102,11 +131,15 @@ def test_a_plan_needs_a_profile(config: RunConfig, tmp_path: Path, monkeypatch: 
         plan_job(replace(config, routes=RouteConfig()))
 
 
-def test_a_profile_of_something_else_is_refused_or_leaves_the_run_target_only(config: RunConfig) -> None:
+def test_a_profile_of_something_else_is_refused_or_leaves_the_run_target_only(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     other = replace(config, run=replace(config.run, threads=7))
     with pytest.raises(MismatchError, match="threads: profile"):
         check_profile(other)
-    accepted = check_profile(replace(other, routes=replace(other.routes, accept_stale_profile=True)))
+    with caplog.at_level("WARNING"):
+        accepted = check_profile(replace(other, routes=replace(other.routes, accept_stale_profile=True)))
+    assert "threads: profile" in caplog.text
     assert (
         policy_of(accepted, job_routes(accepted, job_profile(accepted), 9)).route("copy", 1).method
         is Method.TARGET_ONLY
@@ -115,6 +148,17 @@ def test_a_profile_of_something_else_is_refused_or_leaves_the_run_target_only(co
     assert (
         policy_of(fitting, job_routes(fitting, job_profile(fitting), 9)).route("copy", 1).method is Method.PROMPT_LOOKUP
     )
+
+
+def test_a_profile_with_another_draft_model_holds_for_the_target_alone(config: RunConfig, tmp_path: Path) -> None:
+    profile = load_profile(tmp_path / "profile.json")
+    fingerprint = profile.fingerprint | {"draft_config": "x", "draft_weights": "y"}
+    save_profile(replace(profile, fingerprint=fingerprint), tmp_path / "profile.json")
+    with pytest.raises(MismatchError, match="draft_config: profile x, run none"):
+        check_profile(config)
+    accepted = check_profile(replace(config, routes=replace(config.routes, accept_stale_profile=True)))
+    assert accepted.engine.draft_model is None
+    assert accepted.routes.profile == config.routes.profile
 
 
 def test_plans_of_two_engines_are_compared(config: RunConfig, tmp_path: Path) -> None:

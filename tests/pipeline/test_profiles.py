@@ -202,3 +202,54 @@ def test_a_long_input_is_sampled_from_end_to_end(tmp_path: Path, monkeypatch: py
     assert [sum(row.request_class == f"c{n}" for row in rows) for n in range(3)] == [70, 70, 60]
     assert len({row.row_index for row in rows}) == 200
     assert all(row.prompt == str(row.row_index % 400) for row in rows)
+
+
+def test_a_profile_and_routes_of_ones_own_exclude_each_other(
+    job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *job, "-o", "out", "--profile", "auto", "--method", "prompt-lookup"]) == 2
+    assert "--profile auto routes every class itself: drop it or --method" in capsys.readouterr().err
+
+
+def test_a_folder_in_the_profiles_place_is_refused_before_measuring(
+    job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("answers").mkdir()
+    assert main(["profile", *job, "-o", "answers"]) == 2
+    assert "is a folder; name the file to write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("profile", ["none", "auto"])
+def test_a_job_ends_though_the_profile_of_an_earlier_attempt_cannot_be_read(
+    job: list[str], profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("out", "_batchspec").mkdir(parents=True)
+    assert main(["generate", *job, "-o", "out", "--profile", profile]) == 0
+    Path("out", "_batchspec", "profile.json").write_text('{"profile_version": 1}')
+    Path("out", "_SUCCESS").unlink()
+    Path("out", "part-00000.parquet").unlink()
+    assert main(["generate", *job, "-o", "out", "--profile", profile]) == 0
+    assert Path("out", "_SUCCESS").is_file()
+    assert "not a profile" in capsys.readouterr().err
+
+
+def test_without_a_place_for_profiles_auto_goes_on_target_only(
+    job: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(auto, "_REPAYS", 4)
+    Path("file").write_text("")
+    monkeypatch.setenv("BATCHSPEC_CACHE", str(Path("file").absolute()))
+    assert main(["generate", *job, "-o", "out", "--profile", "auto"]) == 0
+    assert "no place to keep a profile" in capsys.readouterr().err
+
+
+def test_a_holdout_measures_the_saving_and_the_summary_says_it(
+    job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", *job, "-o", "out", "--method", "prompt-lookup", "--holdout", "0.5", "--max-batch", "1"]
+    assert main(command) == 0
+    assert "Saved: " in capsys.readouterr().err
+    saving = summary("out")["saving"]
+    assert saving["pairs"] >= 3
+    assert saving["low"] <= saving["share"] <= saving["high"]
+    assert (load_results("out")["num_route_changes"] > 0).any()

@@ -33,13 +33,20 @@ def test_about_the_share_is_held_in_whole_blocks_and_measures_the_gain() -> None
     policy = HoldoutPolicy(SPECULATING, 0.1, seed=1)
     held = steps(policy, 200 * BLOCK_STEPS, 2.0)
     assert held % BLOCK_STEPS == 0
-    assert 0.04 < held / (200 * BLOCK_STEPS) < 0.16
-    saving = measured_saving(
-        [(*pair.held, *pair.beside) for pair in policy.pairs], held_share=0.1, spent=Spent(100.0, 100.0)
-    )
+    whole = 200 * BLOCK_STEPS
+    assert 0.06 < held / whole < 0.14
+    pairs = [(*pair.held, *pair.beside) for pair in policy.pairs]
+    tokens = 8 * held + 16 * (whole - held)
+    saving = measured_saving(pairs, 8 * held / tokens, spent=Spent(100.0, 100.0))
     assert saving is not None
-    assert saving["share"] == pytest.approx(0.5 * 0.9)
+    assert saving["share"] == pytest.approx(1 - whole / (tokens / 8))
     assert saving["low"] <= saving["share"] <= saving["high"]
+
+
+def test_half_of_all_steps_can_be_held() -> None:
+    assert steps(HoldoutPolicy(SPECULATING, 0.5, seed=1), 200 * BLOCK_STEPS, 2.0) == pytest.approx(
+        100 * BLOCK_STEPS, abs=BLOCK_STEPS
+    )
 
 
 def test_a_loss_is_a_negative_saving_and_few_pairs_say_nothing() -> None:

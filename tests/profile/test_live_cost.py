@@ -10,7 +10,7 @@ import pytest
 from batchspec.profile.live_cost import LiveStepCost
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.records import Curve, StepCost
-from batchspec.types import Method, StepReport
+from batchspec.types import StepReport
 from tests.profile.test_marginal import LOOKUP, profile_of
 
 PROFILED = StepCost(Curve((1, 8, 16, 256), (0.012, 0.015, 0.020, 0.200)), 1e-6, 1e-7, 0.0, 0.0, 0.001)
@@ -79,4 +79,12 @@ def test_routes_follow_what_the_steps_take() -> None:
         policy.observe(StepReport(16, 16, seconds, seconds, 0, 0, [("copy", proposed, proposed)]))
     assert policy.decisions(16)["copy"].break_even > 1.4 * before
     assert policy.events == []
-    assert policy.route("copy", 16).method in (Method.PROMPT_LOOKUP, Method.TARGET_ONLY)
+
+
+def test_what_the_run_does_not_show_slows_down_with_the_rest() -> None:
+    drafting = replace(PROFILED, draft=Curve((1, 64), (0.002, 0.004)), draft_prefill_per_token=0.001, per_lookup=1e-5)
+    live = LiveStepCost(drafting)
+    for _ in range(600):
+        live.observe(StepReport(8, 8, 0.02, 3 * drafting.forward_seconds(8, 8, 300), 8 * 300))
+    assert live.cost.draft_step_seconds(8, 300) == pytest.approx(3 * drafting.draft_step_seconds(8, 300), rel=0.02)
+    assert live.cost.per_lookup == pytest.approx(3e-5, rel=0.02)

@@ -12,6 +12,7 @@ import pytest
 from batchspec.errors import MismatchError, UsageError
 from batchspec.ngrams import Support, grade_of
 from batchspec.profile.acceptance import DecodedRow, replay_draft, replay_lookup
+from batchspec.profile.curves import depth_curves, occupancy_curves
 from batchspec.profile.marginal import Decision, decide
 from batchspec.profile.measured import WINDOW_TOKENS, MeasuredPolicy
 from batchspec.profile.options import ClassOptions, Option, class_options
@@ -330,3 +331,33 @@ def test_the_verdict_comes_first() -> None:
     )
     hopeless = profile_of(acceptance=(profile_of().acceptance[1],))
     assert format_profile(hopeless, LOOKUP).startswith("Do not speculate here")
+
+
+def test_a_method_that_pays_from_some_load_on_is_not_said_to_pay_below() -> None:
+    table = [{"a": decided(n > 1, n)} for n in (1, 2, 4)]
+    assert verdict(table, [1, 2, 4], ["a"]) == "1 of 1 classes speculate at 2 to 4 live rows; at 4 still 1."
+
+
+def test_curves_go_no_deeper_than_was_measured() -> None:
+    (curve,) = depth_curves(profile_of(), LOOKUP, [1, 32])
+    assert curve.depths == (1, 2, 3)
+    assert curve.tokens_per_step[0] < curve.tokens_per_step[2]
+    routed, static = occupancy_curves(profile_of(), LOOKUP)
+    assert (routed.setting, static.setting) == ("routed", "prompt_lookup k=3")
+
+
+def test_beyond_the_rows_that_were_measured_nobody_speculates() -> None:
+    policy = MeasuredPolicy(profile_of(max_batch=2), LOOKUP, 32)
+    assert policy.route("copy", 2).method is Method.PROMPT_LOOKUP
+    beyond = policy.route("copy", 3)
+    assert (beyond.method, beyond.reason) == (Method.TARGET_ONLY, "profile: measured up to 2 live rows")
+
+
+def test_a_class_weighs_what_it_is_of_the_input_and_not_of_the_sample() -> None:
+    """Positions are dear where few of the live rows gain by them: their step yields fewer tokens to weigh them by."""
+    copy, write = profile_of().samples
+    rare = profile_of(samples=(replace(copy, input_share=0.05), replace(write, input_share=0.95)))
+    assert rare.row_shares == {"copy": 0.05, "write": 0.95}
+    assert [c.weight for c in class_options(rare)] == pytest.approx([0.05, 0.95])
+    even, uneven = (MeasuredPolicy(p, LOOKUP, 32).decisions(2)["copy"].break_even for p in (profile_of(), rare))
+    assert uneven < even

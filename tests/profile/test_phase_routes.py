@@ -82,6 +82,16 @@ def test_such_a_profile_is_shown_with_the_engines_that_a_long_job_loads() -> Non
     assert format_profile(copying(10), LOOKUP).startswith("Do not speculate here")
 
 
+def test_a_rare_class_is_worth_no_engine_and_a_larger_batch_than_was_measured_none_at_all() -> None:
+    profile = copying(490, load_seconds=100.0)
+    copy, write = profile.samples
+    rare = replace(profile, samples=(replace(copy, input_share=0.01), replace(write, input_share=0.99)))
+    assert phase_routes(profile, LOOKUP, 8, 10_000).by_class
+    assert not phase_routes(rare, LOOKUP, 8, 10_000).by_class
+    beyond = phase_routes(profile, LOOKUP, 9, 10_000)
+    assert (beyond.by_class, beyond.default.reason) == ({}, "profile: measured up to 8 live rows")
+
+
 def test_a_method_that_the_job_has_not_is_not_chosen() -> None:
     assert not phase_routes(copying(490), DRAFT, 8, 10_000).by_class
 
@@ -141,6 +151,17 @@ def test_cost_and_acceptance_follow_from_the_runs() -> None:
     )
     assert [trial.setting for trial in profile.trials] == ["target_only", "draft_model k=2"]
     assert profile.load_seconds == 9.0
+
+
+def test_no_engine_is_chosen_that_proposes_more_than_the_one_that_was_timed() -> None:
+    steps = [StepTime(n, n, 100.0, 0.010) for n in (1, 2, 4)]  # further positions are nearly free
+    plain = RouteRun(PLAIN, 5.0, 10.0, (completion(0, DecodeStats(num_target_steps=40), 1e-6),), (*steps, steps[-1]))
+    lookup = RouteRun(Route(Method.PROMPT_LOOKUP, 2), 5.0, 8.0, plain.completions, (StepTime(4, 12, 100.0, 0.010),))
+    request = Request(0, prompt="x", request_class="copy", sampling=SamplingParams(max_new_tokens=40))
+    sampled = [SampledCompletion(request, (1, 2, 3, 4) * 40, 120)]
+    profile = fit_profile(plain, [lookup], sampled, {"engine": "vllm"}, 4, Scope(LOOKUP))
+    assert {len(cell.accepted_per_pos) for cell in profile.acceptance} == {2}
+    assert phase_routes(profile, LOOKUP, 4, 10_000).route("copy", 4).num_speculative_tokens == 2
 
 
 def test_a_run_decodes_the_sample_and_times_every_number_of_rows() -> None:

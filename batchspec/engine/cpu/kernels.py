@@ -73,14 +73,12 @@ class CLayer(ctypes.Structure):
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     """[out, in] -> int32 [panels, words of a row, 32]: 32 outputs side by side, a word is 2 bf16 or 1 fp32 inputs."""
-    out_features, in_features = weight.shape
-    missing = -out_features % PANEL_COLUMNS
+    missing = -weight.shape[0] % PANEL_COLUMNS
     if missing:
-        weight = torch.cat([weight, weight.new_zeros(missing, in_features)])
-    per_word = 4 // weight.element_size()
-    panels = weight.reshape(-1, PANEL_COLUMNS, in_features // per_word, per_word).transpose(1, 2)
-    packed = memory.zeros(tuple(panels.shape), weight.dtype)
-    return packed.copy_(panels).view(torch.int32).flatten(2)
+        weight = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
+    words = weight.contiguous().view(torch.int32)
+    panels = words.view(-1, PANEL_COLUMNS, words.shape[1]).transpose(1, 2)
+    return memory.zeros(tuple(panels.shape), torch.int32).copy_(panels)
 
 
 def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
