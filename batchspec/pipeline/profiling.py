@@ -69,7 +69,7 @@ def route_files(config: RunConfig) -> dict[str, str | None]:
     """Digests of the files that route the rows."""
     paths = {"profile": config.routes.profile, "routes_file": config.routes.routes_file}
     return {
-        name: None if path in (None, NO_PROFILE) else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        name: None if path in (None, NO_PROFILE, AUTO_PROFILE) else hashlib.sha256(Path(path).read_bytes()).hexdigest()
         for name, path in paths.items()
     }
 

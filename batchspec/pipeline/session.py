@@ -28,7 +28,7 @@ from batchspec.pipeline.messages import Counters, Shard, WorkerSpec
 from batchspec.pipeline.meter import AttemptMeter
 from batchspec.pipeline.phases import Phase, plan_phases
 from batchspec.pipeline.plan import Manifest, to_json
-from batchspec.pipeline.profiling import job_profile, job_routes, keep_profile
+from batchspec.pipeline.profiling import job_profile, job_routes, keep_profile, route_files
 from batchspec.pipeline.supervisor import Supervisor
 from batchspec.pipeline.timeline import Timeline
 from batchspec.profile.policy import StaticPolicy
@@ -101,6 +101,7 @@ class Session:
         num_rows = self._manifest.num_rows - self._attempt.rows_before
         self._config = auto_profile(self._config, self._store, num_rows)
         keep_profile(self._config, self._store)
+        self.part_metadata = self._part_metadata()
         self._meter.lap_all("profile")
 
     def _run_phase(
@@ -172,6 +173,7 @@ class Session:
             "manifest_sha256": hashlib.sha256(self._manifest.to_json().encode()).hexdigest(),
             "identity": json.dumps(self._manifest.identity, sort_keys=True, ensure_ascii=False),
             "config_sha256": hashlib.sha256(to_json(asdict(config)).encode()).hexdigest(),
+            "profile_sha256": route_files(config)["profile"] or "",
             "price_per_hour": json.dumps(config.run.price_per_hour),
         }
 

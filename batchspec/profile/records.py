@@ -105,7 +105,23 @@ class Curve:
                 multipliers[number] -= step
                 for i, a in row.items():
                     y[i] -= step * variance[i] * a
-        return Curve(self.counts, tuple(y))
+        return Curve(self.counts, tuple(y))._minorant()  # the rounds come near, and no nearer
+
+    def _minorant(self) -> Curve:
+        """The largest curve nowhere above this one whose slope is never negative and never falls."""
+        corners: list[int] = []
+        for i in range(len(self.counts)):
+            while corners and self._slope(corners[-1], i) <= 0:
+                corners.pop()  # what lies before is no lower
+            while len(corners) > 1 and self._slope(corners[-2], corners[-1]) >= self._slope(corners[-1], i):
+                corners.pop()
+            corners.append(i)
+        hull = [(0, self.seconds[corners[0]]), *((self.counts[i], self.seconds[i]) for i in corners)]
+        minorant = Curve(tuple(count for count, _ in hull), tuple(seconds for _, seconds in hull))
+        return Curve(self.counts, tuple(minorant.at(count) for count in self.counts))
+
+    def _slope(self, i: int, j: int) -> float:
+        return (self.seconds[j] - self.seconds[i]) / (self.counts[j] - self.counts[i])
 
 
 @dataclass(frozen=True)

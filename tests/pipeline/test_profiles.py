@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("BATCHSPEC_CACHE", str(tmp_path / "cache"))
     save_tiny_model(tmp_path / "model")
     rows = [(c, f"{p} {i}") for i in range(8) for c, p in PROMPTS]
-    table = pa.table({"prompt": [p for _, p in rows], "request_class": [c for c, _ in rows]})
+    nulls = pa.nulls(len(rows), pa.string())
+    table = pa.table({"prompt": [p for _, p in rows], "request_class": [c for c, _ in rows], "nulls": nulls})
     pq.write_table(table, tmp_path / "in.parquet")
     monkeypatch.chdir(tmp_path)
     return ["in.parquet", "--model", "model", "--max-batch", "4", "--kv-memory", "8M", "--max-new-tokens", "16"]
@@ -49,7 +51,9 @@ def test_auto_measures_once_on_a_line_of_its_own(job: list[str], monkeypatch: py
     monkeypatch.setattr(auto, "_in_own_process", measure_here)
     assert main(["generate", *job, "-o", "plain", "--profile", "none"]) == 0
     assert main(["generate", *job, "-o", "out", "--profile", "auto"]) == 0
-    assert Path("out", "_batchspec", "profile.json").is_file()
+    copy = Path("out", "_batchspec", "profile.json").read_bytes()
+    metadata = pq.read_schema("out/part-00000.parquet").metadata
+    assert hashlib.sha256(copy).hexdigest() in [value.decode() for value in metadata.values()]
     lines = summary("out")["line_device_seconds"]
     assert lines["profile"] > 0.1
     assert "profile" not in summary("plain")["line_device_seconds"]
@@ -149,6 +153,10 @@ def test_a_trace_and_an_image_are_written(job: list[str], capsys: pytest.Capture
         (["--trace", "t", "--trace-cell", "draft-model:4:2"], "draft-model needs --draft-model"),
         (["--trace", "t", "--trace-cell", "prompt-lookup:4:2:none"], "no row of class none"),
         (["--trace", "in.parquet/t"], "in.parquet/t: its folder cannot be made"),
+        (["--trace", "model"], "model: is a folder; name the file to write"),
+        (["--least-matches", "0,2"], "--least-matches 0,2: give numbers from 1 to"),
+        (["--prompt-column", "nulls"], "no row that could be answered"),
+        (["--kv-memory", "100K"], "the KV cache is too small to time a full batch"),
         (["--draft-device", "cpu"], "--draft-device needs --draft-model"),
         (["--max-depth", "0"], "max-depth"),
         (["--engine", "fake"], "measures --engine torch"),

@@ -155,6 +155,16 @@ def test_what_is_no_profile_is_refused(content: bytes, tmp_path: Path) -> None:
         load_profile(tmp_path / "p.json")
 
 
+def test_a_profile_of_another_version_or_in_no_file_is_refused(tmp_path: Path) -> None:
+    save_profile(profile_of(profile_version=1), tmp_path / "p.json")
+    with pytest.raises(UsageError, match="version 1, this batchspec reads 2; make it again"):
+        load_profile(tmp_path / "p.json")
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        load_profile(tmp_path / "none.json")
+    with pytest.raises(UsageError, match="cannot write the profile"):
+        save_profile(profile_of(), tmp_path / "p.json" / "below")
+
+
 def test_every_difference_of_a_stale_profile_is_named() -> None:
     now = {"torch": "2.14.0", "threads": "1"}
     assert len(fingerprint_differences(profile_of(), now)) == 2
