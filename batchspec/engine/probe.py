@@ -21,7 +21,7 @@ _SAMPLING = (
     SamplingParams(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.3),
 )
 
-_PREFILL_MATES = 12
+_PREFILL_MATES = 6
 
 # Rows of the largest step tried, where the batch with all its proposals can be larger still.
 _MOST_ROWS = 256
@@ -49,7 +49,7 @@ def probe_sampling(sampler: Sampler, model: PackedModel, num_rows: int = 16) -> 
     logits = torch.randn(num_rows, model.vocab_size, generator=generator).mul_(4).to(model.device, model.dtype)
     rows = [SampledRow(_SAMPLING[i % len(_SAMPLING)], f"row:{i}", i, [1, 2, 3, 3], 1) for i in range(num_rows)]
     chosen, shares = sampler.choose(logits.clone(), rows), sampler.distribution(logits.clone(), rows)
-    for index in range(2 * len(_SAMPLING)):
+    for index in range(len(_SAMPLING)):
         row, own = rows[index], logits[index : index + 1]
         same = np.array_equal(sampler.distribution(own.clone(), [row])[0], shares[index])
         if not same or sampler.choose(own.clone(), [row]) != chosen[index : index + 1]:
