@@ -48,8 +48,7 @@ def load_torch_engine(
     stop_ids = stop_token_ids(model.module)
     sampler = Sampler(stop_ids)
     # a draft has a part in the text under the rejection rule alone
-    heard = draft if config.acceptance_rule == "rejection" else None
-    difference = probe_engine(model, heard, sampler, config.max_batch)
+    difference = probe_engine(model, draft if config.acceptance_rule == "rejection" else None, sampler)
     if difference is not None and config.require_exact:
         raise UsageError(
             f"--require-exact: on this {device} in {model.dtype} the bits of a row depend on its batch ({difference}); "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from batchspec.config import MAX_SPECULATIVE_TOKENS
 from batchspec.engine.kv_cache import blocks_for
 from batchspec.engine.model import PackedModel
 from batchspec.engine.packed import Segment
@@ -21,35 +20,31 @@ _SAMPLING = (
     SamplingParams(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.3),
 )
 
-_PREFILL_MATES = 6
-
-# Rows of the largest step tried, where the batch with all its proposals can be larger still.
-_MOST_ROWS = 256
+_PREFILL_MATES = 12
 
 # More than a chunk of prefill, and than a partition of keys that the attention kernel merges.
 _PROMPT_TOKENS = 270
 
 
-def probe_engine(model: PackedModel, draft: PackedModel | None, sampler: Sampler, max_batch: int) -> str | None:
+def probe_engine(model: PackedModel, draft: PackedModel | None, sampler: Sampler) -> str | None:
     """None where nothing that was tried changed the bits of a row, else what did.
 
     Tried: the target's forward, the choice of tokens, and the forward of a draft that has a part in the text.
     """
-    max_rows = min(_MOST_ROWS, max_batch * (1 + MAX_SPECULATIVE_TOKENS))
-    difference = probe_batch_invariance(model, max_rows) or probe_sampling(sampler, model)
+    difference = probe_batch_invariance(model) or probe_sampling(sampler, model)
     if difference is None and draft is not None:
-        of_draft = probe_batch_invariance(draft, max_rows)
+        of_draft = probe_batch_invariance(draft)
         difference = f"the draft model: {of_draft}" if of_draft else None
     return difference
 
 
-def probe_sampling(sampler: Sampler, model: PackedModel, num_rows: int = 16) -> str | None:
+def probe_sampling(sampler: Sampler, model: PackedModel, num_rows: int = 64) -> str | None:
     """None where a row's distribution has the same bits alone and beside rows of all settings, else what differed."""
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(num_rows, model.vocab_size, generator=generator).mul_(4).to(model.device, model.dtype)
     rows = [SampledRow(_SAMPLING[i % len(_SAMPLING)], f"row:{i}", i, [1, 2, 3, 3], 1) for i in range(num_rows)]
     chosen, shares = sampler.choose(logits.clone(), rows), sampler.distribution(logits.clone(), rows)
-    for index in range(len(_SAMPLING)):
+    for index in range(2 * len(_SAMPLING)):
         row, own = rows[index], logits[index : index + 1]
         same = np.array_equal(sampler.distribution(own.clone(), [row])[0], shares[index])
         if not same or sampler.choose(own.clone(), [row]) != chosen[index : index + 1]:
@@ -57,7 +52,7 @@ def probe_sampling(sampler: Sampler, model: PackedModel, num_rows: int = 16) -> 
     return None
 
 
-def probe_batch_invariance(model: PackedModel, max_rows: int) -> str | None:
+def probe_batch_invariance(model: PackedModel, max_rows: int = 640) -> str | None:
     """None where a sequence's logits have the same bits alone and in every mix tried, else what differed first.
 
     Tried: prefill alone and beside others; six tokens decoded one by one, in blocks, and beside 2 to `max_rows` rows.

@@ -22,8 +22,8 @@ from batchspec.profile.policy import ANY_CLASS, StaticPolicy, setting_name
 from batchspec.profile.predict import predict_seconds
 from batchspec.profile.records import ClassSample, Profile
 from batchspec.profile.store import fingerprint_differences, load_profile
-from batchspec.types import Method, Route
-from batchspec.workload import label_of
+from batchspec.types import Method, Request, Route
+from batchspec.workload import RequestClassifier
 
 # Rows whose prompts are tokenised and that are stepped through; larger jobs are scaled up.
 _TOKENISED_ROWS = 400
@@ -216,14 +216,14 @@ def _expected_rows(
 
     encoder = PromptEncoder(load_tokenizer(Path(config.engine.model)), 2**31, config.engine.neutralize_special_tokens)
     rows, num_read = read_rows(config)
-    rows.sort(key=lambda request: label_of(request.request_class))  # else a stride could skip whole classes
+    rows.sort(key=_label)  # else a stride could skip whole classes
     taken = rows[:: max(1, len(rows) // min(_TOKENISED_ROWS, max(1, rows_per_worker)))]
     known = {sample.request_class: sample for sample in profile.samples}
     everything = [tokens for sample in profile.samples for tokens in sample.output_tokens]
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     prompts: list[list[int]] = []
     for request in taken:
-        label = label_of(request.request_class)
+        label = _label(request)
         answers = known[label].output_tokens if label in known else everything
         try:
             prompt = encoder.encode(request)
@@ -240,6 +240,10 @@ def _expected_rows(
     engine = config.engine
     shared = 0 if engine.no_shared_prefixes else _shared_tokens(prompts, engine.prefill_chunk_tokens)
     return samples, num_rows * answerable / max(1, len(taken)), shared
+
+
+def _label(request: Request) -> str:
+    return RequestClassifier().label(request.request_class)
 
 
 def _shared_tokens(prompts: Sequence[Sequence[int]], grain: int) -> int:
