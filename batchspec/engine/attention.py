@@ -1,8 +1,8 @@
 """Causal attention over the paged KV cache, hooked into `transformers` through its AttentionInterface.
 
-Each query row reduces over its keys in an order that its own position fixes, whatever its batch mates, the number of
-rows of its segment or the padding: contexts are rounded up to whole blocks and what lies beyond a row's position has
-weight zero.
+Each query row reduces over its keys in an order that its own position fixes, whatever its batch mates and the number of
+rows of its segment. Our own kernels attend on CPU, torch's flash kernels on CUDA; where neither can, padded matrix
+products do: contexts are rounded up to whole blocks and what lies beyond a row's position has weight zero.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchspec.engine import cpu
+from batchspec.engine import cpu, flash
 from batchspec.engine.kv_cache import BLOCK_TOKENS
 from batchspec.engine.packed import PackedStep
 from batchspec.errors import UnsupportedModelError
@@ -68,6 +68,9 @@ def batchspec_attention(
     values.view(-1, *values.shape[2:]).index_copy_(0, step.slot_mapping, value[0].transpose(0, 1))
 
     rows = query[0].transpose(0, 1)  # [T, heads, dim]
+    variant = flash.variant_for(query, key, value, softcap)
+    if variant is not None:
+        return flash.attend(variant, rows, keys, values, step, scale, sliding_window)[None], None
     out = rows.new_zeros(rows.shape[0], rows.shape[1], values.shape[-1])
     heads_per_kv_head = query.shape[1] // key.shape[1]
     for group in _groups(step, -(-_MIN_MATMUL_ROWS // heads_per_kv_head)):

@@ -8,19 +8,18 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from batchspec.config import NO_PROFILE, ProfileOptions, RunConfig
 from batchspec.errors import UsageError
-from batchspec.io.store import Store, storage_faults
+from batchspec.io.store import Store
 from batchspec.pipeline.executors.process import die_with
 from batchspec.pipeline.logs import set_up_logging
 from batchspec.pipeline.measuring import make_profile
 from batchspec.pipeline.profiling import cached_profile_path, read_profile_copy, run_fingerprint, target_only
 from batchspec.profile.scope import NotWorthMeasuring
-from batchspec.profile.store import fingerprint_differences, parse_profile, save_profile
+from batchspec.profile.store import fingerprint_differences, save_profile
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +42,10 @@ def auto_profile(config: RunConfig, store: Store, num_rows: int) -> RunConfig:
         logger.warning("no place to keep a profile, so none is measured: target-only: %s", error)
         return replace(config, routes=target_only(config))
     followed = replace(config, routes=replace(config.routes, profile=str(path)))
-    with storage_faults(store):
-        text = read_profile_copy(store)
-    if text is not None and _still_fits(text, store.root, fingerprint, path):
+    kept = read_profile_copy(store)
+    if kept is not None and not fingerprint_differences(kept, fingerprint):
+        save_profile(kept, path)
+        logger.info("routes: by the profile that this job measured before")
         return followed
     sample_rows = min(ProfileOptions().sample_rows, num_rows // _REPAYS)
     if sample_rows < _LEAST_SAMPLE_ROWS:
@@ -60,20 +60,6 @@ def auto_profile(config: RunConfig, store: Store, num_rows: int) -> RunConfig:
     else:
         logger.warning("measuring a profile failed (exit code %d): target-only", code)
     return replace(config, routes=target_only(config))
-
-
-def _still_fits(text: str, root: str, fingerprint: Mapping[str, str], path: Path) -> bool:
-    """Whether the profile that an earlier attempt left can be followed; then it is kept at `path`."""
-    try:
-        kept = parse_profile(text, root)
-    except UsageError as error:
-        logger.warning("the profile that this job measured before cannot be read: %s", error)
-        return False
-    if fingerprint_differences(kept, fingerprint):
-        return False
-    save_profile(kept, path)
-    logger.info("routes: by the profile that this job measured before")
-    return True
 
 
 def _in_own_process(config: RunConfig, path: Path, options: ProfileOptions) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from batchspec.accounting.summary import JobSummary
 from batchspec.accounting.totals import RowTotals, sum_rows
 from batchspec.accounting.usage import Usage, combine
 from batchspec.config import RunConfig
-from batchspec.errors import BatchspecError, UsageError
+from batchspec.errors import BatchspecError
 from batchspec.io.inputs import InputSet
 from batchspec.io.store import Store, storage_faults
 from batchspec.io.writer import is_part_name, part_name
@@ -25,10 +24,7 @@ from batchspec.pipeline.plan import Manifest
 from batchspec.pipeline.profiling import read_profile_copy
 from batchspec.profile.predict import predicted_tokens_per_step
 from batchspec.profile.routing import job_policy
-from batchspec.profile.store import parse_profile
 from batchspec.types import Method
-
-logger = logging.getLogger(__name__)
 
 
 def check_complete(store: Store, manifest: Manifest) -> None:
@@ -89,15 +85,8 @@ def job_summary(rows: RowTotals, attempts: Sequence[Attempt], store: Store) -> J
 
 def _predicted(rows: RowTotals, store: Store) -> dict[str, float]:
     """What the profile that the output keeps expects of each class, at the mean number of live rows."""
-    with storage_faults(store):
-        content = read_profile_copy(store)
-    live = rows.job.mean_live_sequences
-    if content is None or live is None:
-        return {}
-    try:
-        profile = parse_profile(content, store.root)
-    except UsageError as error:
-        logger.warning("no prediction beside the summary: %s", error)
+    profile, live = read_profile_copy(store), rows.job.mean_live_sequences
+    if profile is None or live is None:
         return {}
     methods = frozenset(Method(cell.method) for cell in profile.acceptance)
     policy = job_policy(profile, methods, profile.max_batch, rows.job.rows)

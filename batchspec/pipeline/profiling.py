@@ -13,14 +13,14 @@ from pathlib import Path
 from batchspec.config import AUTO_PROFILE, NO_PROFILE, RouteConfig, RunConfig, cache_dir
 from batchspec.engine.versions import vllm_version
 from batchspec.errors import UsageError
-from batchspec.io.store import Store
+from batchspec.io.store import Store, storage_faults
 from batchspec.pipeline.devices import CPU, device_type, worker_places
 from batchspec.pipeline.identity import model_identity, samples_by_rejection
 from batchspec.profile.measured import MeasuredPolicy
-from batchspec.profile.phase_routes import phase_routes
 from batchspec.profile.policy import StaticPolicy, static_policy
 from batchspec.profile.records import Profile
-from batchspec.profile.store import fingerprint_differences, load_profile, refuse_stale_profile
+from batchspec.profile.routing import job_policy
+from batchspec.profile.store import fingerprint_differences, load_profile, parse_profile, refuse_stale_profile
 from batchspec.types import Method, RoutePolicy, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,10 @@ def profile_routes(config: RunConfig, profile: Profile, num_rows: int) -> Static
             config.engine.max_batch,
         )
     max_batch = profile.max_batch if settled else config.engine.max_batch
-    if profile.one_route_per_engine:
-        return phase_routes(profile, methods, max_batch, num_rows)
-    return MeasuredPolicy(profile, methods, max_batch).frozen(max_batch) if settled else profile
+    policy = job_policy(profile, methods, max_batch, num_rows)
+    if isinstance(policy, StaticPolicy):
+        return policy
+    return policy.frozen(max_batch) if settled else profile
 
 
 def policy_of(config: RunConfig, routes: StaticPolicy | Profile) -> RoutePolicy:
@@ -150,10 +151,18 @@ def keep_profile(config: RunConfig, store: Store) -> None:
         store.write(PROFILE_COPY_NAME, Path(config.routes.profile).read_bytes())
 
 
-def read_profile_copy(store: Store) -> str | None:
-    """The profile that an attempt left in the output, as text; None where there is none."""
+def read_profile_copy(store: Store) -> Profile | None:
+    """The profile that an attempt left in the output; None, with a warning where it cannot be read, without one."""
     folder, name = PROFILE_COPY_NAME.split("/")
-    return store.read(PROFILE_COPY_NAME).decode() if name in store.names(folder) else None
+    with storage_faults(store):
+        if name not in store.names(folder):
+            return None
+        content = store.read(PROFILE_COPY_NAME)
+    try:
+        return parse_profile(content.decode(errors="replace"), f"{store.root}/{PROFILE_COPY_NAME}")
+    except UsageError as error:
+        logger.warning("the profile that this job was routed by cannot be read: %s", error)
+        return None
 
 
 def run_fingerprint(config: RunConfig) -> dict[str, str]:

@@ -31,15 +31,13 @@ _ROUNDS = 12
 
 @dataclass(frozen=True)
 class Decision:
-    """A class at an occupancy: how to decode it, the mean probability that the positions proposed must have to pay
-    (drafting included), what it was given as its first position's, and the tokens per step that follow."""
+    """How to decode a class, the mean probability that the positions proposed must have to pay (drafting included), and
+    what its first position was given."""
 
     request_class: str
-    occupancy: int
     route: Route
     break_even: float
     first_position_acceptance: float
-    tokens_per_step: float
 
 
 def decide(
@@ -177,9 +175,8 @@ def _decision(
         num_tokens_by_grade=by_grade if lookup else (),
         num_draft_tokens=depths.get(None, 0),
     )
-    tokens_per_step = 1 + sum(o.share * sum(o.reach[: depths.get(o.grade, 0)]) for o in used)
     needed = sum(paid) / sum(proposed) if k else break_even
-    return Decision(c.request_class, occupancy, route, needed, first, tokens_per_step)
+    return Decision(c.request_class, route, needed, first)
 
 
 def _prices(option: Option, depth: int, break_even: float, draft_prices: Sequence[float]) -> Sequence[float]:

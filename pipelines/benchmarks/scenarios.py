@@ -74,7 +74,7 @@ def drift(args: argparse.Namespace, rows: list[Request], profile: Profile) -> No
     """The policy lives through both halves; only the broken one is timed against target-only."""
     engine = load(args, args.batch)
     whole = [row for row in rows if label_of(row.request_class) == PREDICTABLE]
-    broken = [random_numbers(row, args.max_new_tokens) for row in whole]
+    broken = [random_numbers(row, args.max_new_tokens, number) for number, row in enumerate([*whole, *whole])]
     pairs = []
     for repeat in range(args.repeats):
         policy = routed(profile, args.batch)
@@ -92,14 +92,14 @@ def drift(args: argparse.Namespace, rows: list[Request], profile: Profile) -> No
     report_ratios("drift, broken half", pairs)
 
 
-def random_numbers(row: Request, num_tokens: int) -> Request:
+def random_numbers(row: Request, num_tokens: int, seed: int) -> Request:
     """A row of the same class that asks for numbers drawn at random: what was said before matches often, and tells
     nothing of what follows."""
-    chooser = random.Random(row.row_index)
+    chooser = random.Random(seed)
     numbers = " ".join(str(chooser.randrange(10, 100)) for _ in range(150))
     messages = [{"role": "user", "content": f"Go on with more random numbers, nothing else: {numbers}"}]
-    sampling = SamplingParams(num_tokens, num_tokens, temperature=1.5, seed=row.row_index)
-    return replace(row, messages=messages, sampling=sampling)
+    sampling = SamplingParams(num_tokens, num_tokens, temperature=1.5, seed=seed)
+    return replace(row, row_index=seed, messages=messages, sampling=sampling)
 
 
 def tail(args: argparse.Namespace, rows: list[Request], profile: Profile) -> None:

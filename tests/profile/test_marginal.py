@@ -325,16 +325,16 @@ def test_predictions_follow_acceptance_and_load() -> None:
     assert predict_seconds(profile_of(), rows, always(Method.TARGET_ONLY), 18) < plain / 5
 
 
-def decided(speculates: bool, occupancy: int) -> Decision:
+def decided(speculates: bool) -> Decision:
     route = Route(Method.PROMPT_LOOKUP, 4) if speculates else Route(Method.TARGET_ONLY)
-    return Decision("c", occupancy, route, 0.5, 0.6, 1.0)
+    return Decision("c", route, 0.5, 0.6)
 
 
 def test_the_verdict_comes_first() -> None:
     shown = format_profile(profile_of(), LOOKUP)
     assert shown.startswith("2 of 2 classes speculate up to 2 live rows; at 32 still 1.")
     assert max(map(len, shown.splitlines())) <= 100
-    table = [{"a": decided(k > n, n), "b": decided(False, n)} for n in (1, 2, 4) for k in (3,)]
+    table = [{"a": decided(k > n), "b": decided(False)} for n in (1, 2, 4) for k in (3,)]
     assert (
         verdict(table, [1, 2, 4], ["a", "b"])
         == "1 of 2 classes speculate up to 2 live rows; above 2 none does; never: b."
@@ -344,7 +344,7 @@ def test_the_verdict_comes_first() -> None:
 
 
 def test_a_method_that_pays_from_some_load_on_is_not_said_to_pay_below() -> None:
-    table = [{"a": decided(n > 1, n)} for n in (1, 2, 4)]
+    table = [{"a": decided(n > 1)} for n in (1, 2, 4)]
     assert verdict(table, [1, 2, 4], ["a"]) == "1 of 1 classes speculate at 2 to 4 live rows; at 4 still 1."
 
 
