@@ -110,8 +110,8 @@ bench: setup ## the engine on every workload beside PEERS, its steps, then stati
 	model=$$($(PY) -m batchspec.engine.demo_model | tail -n 1); \
 	$(PY) pipelines/benchmarks/engine_speed.py $(INPUT) --model "$$model" --device $(DEVICE) \
 	  --json bench.json $(if $(PEERS),--peers '$(PEERS)'); \
-	$(PY) pipelines/benchmarks/cpu_step.py "$$model"; \
-	$(PY) pipelines/benchmarks/routing.py $(INPUT) --model "$$model" --batches 1/6,8/6,32/6 \
+	$(PY) pipelines/benchmarks/$(if $(filter cpu,$(DEVICE)),cpu_step.py "$$model",gpu_step.py --device $(DEVICE)); \
+	$(PY) pipelines/benchmarks/routing.py $(INPUT) --model "$$model" --device $(DEVICE) --batches 1/6,8/6,32/6 \
 	  --settings target_only,prompt_lookup:2,prompt_lookup:4,prompt_lookup:8
 
 clean: ## remove .venv and everything made by tests and runs here

@@ -45,7 +45,7 @@ def policies(args: argparse.Namespace, batch: int) -> dict[str, RoutePolicy]:
 
 def load(args: argparse.Namespace, batch: int) -> Engine:
     config = EngineConfig(model=args.model, draft_model=args.draft_model, dtype=args.dtype, max_batch=batch)
-    return load_engine(config, "cpu", args.threads, 1.0, StepAttributionRule())
+    return load_engine(config, args.device, args.threads, 1.0, StepAttributionRule())
 
 
 def options() -> argparse.Namespace:
@@ -63,6 +63,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--min-match", type=int, default=2)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
