@@ -243,7 +243,7 @@ class Engine(Protocol):
 
     @property
     def metered_seconds(self) -> Mapping[str, float]:
-        """Device seconds so far by line: load, warmup, prefill, draft, verify, overhead, idle. Only grows.
+        """Device seconds so far by line: compile, load, warmup, prefill, draft, verify, overhead, idle. Only grows.
 
         The lines cover every second since loading began; the time in which the caller handles an outcome counts as
         idle, since the device waits for it. The mapping is the caller's to keep; another thread may ask for it.

@@ -8,7 +8,6 @@ products do: contexts are rounded up to whole blocks and what lies beyond a row'
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 
 from batchspec.engine import cpu, flash
 from batchspec.engine.kv_cache import BLOCK_TOKENS
-from batchspec.engine.packed import PackedStep
+from batchspec.engine.packed import PackedStep, once_per_step, to_device
 from batchspec.errors import UnsupportedModelError
 
 ATTENTION_NAME = "batchspec"
@@ -93,10 +92,10 @@ class _Group:
     block_tables: torch.Tensor
 
 
-@lru_cache(maxsize=2)
+@once_per_step
 def _groups(step: PackedStep, least_width: int) -> tuple[_Group, ...]:
-    """The decode segments together, each prefill by itself. Made once for all layers, of what the host knows: a device
-    is never waited for."""
+    """The decode segments together, each prefill by itself; of what the host knows, so that nobody waits for the
+    device."""
     num_decode, num_segments = step.num_decode_segments, len(step.host_first_positions)
     borders = [(0, num_decode)] if num_decode else []
     borders += [(segment, segment + 1) for segment in range(num_decode, num_segments)]
@@ -112,14 +111,11 @@ def _group(step: PackedStep, first: int, last: int, least_width: int) -> _Group:
     place_of = np.concatenate([index * width + np.arange(length) for index, length in enumerate(lengths)])
     num_blocks = -(-int((firsts + lengths).max()) // BLOCK_TOKENS)
 
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
-
     return _Group(
         slice(int(starts[0]), int(starts[-1])),
-        tensor(row_at),
-        tensor(place_of),
-        tensor(firsts[:, None] + offsets),
+        to_device(row_at.astype(np.int64), device),
+        to_device(place_of.astype(np.int64), device),
+        to_device((firsts[:, None] + offsets).astype(np.int64), device),
         step.block_tables[first:last, :num_blocks].long(),
     )
 

@@ -11,7 +11,7 @@ import torch
 
 from batchspec.engine import attention, cpu
 from batchspec.engine.kv_cache import KVCache, LayerShape, blocks_for
-from batchspec.engine.packed import Segment, pack
+from batchspec.engine.packed import Segment, forward_packed, pack
 from batchspec.errors import UnsupportedModelError
 
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -143,17 +143,11 @@ def _packed_logits(module: Any, layers: tuple[LayerShape, ...], rows: list[list[
             segments.append(Segment(slot, tokens, len(row) + first if first else 0, prefill, range(len(tokens))))
         step = pack(segments, kv, min_rows=4, device=module.device)
         try:
-            logits = module(
-                input_ids=step.input_ids,
-                position_ids=step.positions,
-                use_cache=False,
-                logits_to_keep=step.logit_rows,
-                batchspec_step=step,
-            ).logits[0]
+            logits = forward_packed(module, step)
         except TypeError as error:
             raise UnsupportedModelError(f"{type(module).__name__} cannot run packed: {error}") from None
         if logits.shape[0] != step.logit_rows.shape[0]:
             raise UnsupportedModelError(f"{type(module).__name__} does not honour logits_to_keep")
-        for part, piece in zip(parts, logits.float().split([len(s.token_ids) for s in segments]), strict=True):
+        for part, piece in zip(parts, torch.split(logits.float(), [len(s.token_ids) for s in segments]), strict=True):
             part.append(piece)
     return [torch.cat(part) for part in parts]

@@ -170,7 +170,10 @@ class TorchEngine:
         return proposals
 
     def _forward(self, proposals: dict[int, Proposal]) -> tuple[list[StepRow], torch.Tensor]:
-        """One ragged target pass over every row's known tokens and proposals; logits [sum of num_choices, vocab]."""
+        """One ragged target pass over every row's known tokens and proposals; logits [sum of num_choices, vocab].
+
+        No rows where the device's memory did not last: the batch is smaller then.
+        """
         rows = self.parts.scheduler.plan(proposals)
         if not rows:
             return rows, torch.empty(0, 0)
@@ -180,7 +183,14 @@ class TorchEngine:
             sequence = row.sequence
             sequence.first_forward_at = sequence.first_forward_at or now
             segments += self.parts.scheduler.segments(row)
-        return rows, self.parts.model.forward(segments, self.parts.kv)
+        try:
+            return rows, self.parts.model.forward(segments, self.parts.kv)
+        except torch.OutOfMemoryError:
+            if not self.parts.scheduler.shrink_batch():
+                raise
+        torch.cuda.empty_cache()
+        self.parts.meter.lap("failed")
+        return [], torch.empty(0, 0)
 
     def _accept(self, rows: list[StepRow], logits: torch.Tensor) -> list[Block]:
         """Per row, the block that the target writes: the accepted prefix and one token of its own."""

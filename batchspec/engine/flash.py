@@ -1,8 +1,8 @@
 """Attention over the paged KV cache by torch's flash kernels (`torch.nn.attention.varlen`), on CUDA.
 
 The kernels are asked not to split a row's keys (`num_splits=1`), which torch documents as batch-invariant. Kernels that
-read block tables (FA3, FA4, where activated) read the cache in place; torch's own (FA2) gets the keys of the step
-gathered. Which of them the installed torch has is found by trying.
+read block tables (FA3 and FA4, from packages of their own) read the cache in place; torch's own (FA2) get the keys of
+the step gathered. Which of them there are is found by trying.
 """
 
 from __future__ import annotations
@@ -13,15 +13,22 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from batchspec.engine.kv_cache import BLOCK_TOKENS, KVCache, LayerShape
-from batchspec.engine.packed import PackedStep, Segment, pack
+from batchspec.engine.packed import PackedStep, Segment, once_per_step, pack, to_device
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_HEAD_DIM = 256
+
+# torch's names of the kernels of other packages, the newest first.
+_OTHER_KERNELS = ("FA4", "FA3")
+
+# Keys that are gathered at once, unless a single prompt has more: 1 GiB of a layer with 8 KV heads of 128.
+_MOST_GATHERED_KEYS = 2**18
 
 # Largest difference from the plain products, of values around 1, that rounding explains.
 _TRIAL_TOLERANCE = 0.05
@@ -36,20 +43,24 @@ class Variant:
 
 
 _NOT_SPLIT = (("num_splits", 1),)
-_VARIANTS = (Variant(True, _NOT_SPLIT), Variant(False, _NOT_SPLIT), Variant(False, ()))
+_PAGED = Variant(True, _NOT_SPLIT)
+_GATHERED = (Variant(False, _NOT_SPLIT), Variant(False, ()))
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """What the kernels ask of a step, the same in all layers. num_rows: rows of segments; key_starts: int32 [N + 1];
-    num_keys: int32 [N]; key_at: int64 [keys of all segments], where each lies in the flat pool."""
+class _Part:
+    """Rows of a step that are attended at once. row_starts, key_starts: int32 [N + 1]; num_keys: int32 [N];
+    block_tables: int32 [N, blocks]; key_at: int64 [keys], where each lies in the flat pool (None where kernels read
+    block tables)."""
 
-    num_rows: int
+    rows: slice
     most_rows: int
     most_keys: int
+    row_starts: torch.Tensor
     key_starts: torch.Tensor
     num_keys: torch.Tensor
-    key_at: torch.Tensor
+    block_tables: torch.Tensor
+    key_at: torch.Tensor | None
 
 
 def variant_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float | None) -> Variant | None:
@@ -62,20 +73,39 @@ def variant_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sof
 @lru_cache(maxsize=8)
 def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Variant | None:
     """The first way that runs and agrees with plain products, on a small step."""
-    possible = dtype in _DTYPES and head_dim <= _MOST_HEAD_DIM and head_dim % 8 == 0
-    for variant in _VARIANTS if possible else ():
-        try:
-            error = _trial_error(variant, device, dtype, heads, kv_heads, head_dim)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as reason:
-            logger.info("flash attention, %s: %s", variant, reason)
-            continue
-        if error <= _TRIAL_TOLERANCE:
-            return variant
-        logger.warning("flash attention, %s: differs from plain products by %.2g", variant, error)
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+    shape = (device, dtype, heads, kv_heads, head_dim)
+    if dtype in _DTYPES and head_dim <= _MOST_HEAD_DIM and head_dim % 8 == 0:
+        for name in _OTHER_KERNELS:
+            try:
+                activate_flash_attention_impl(name)
+            except Exception as reason:  # whatever a package that is not there, or not for this GPU, raises
+                logger.info("flash attention by %s: %s", name, reason)
+                continue
+            if _agrees(_PAGED, *shape):
+                return _PAGED
+        restore_flash_attention_impl()
+        for variant in _GATHERED:
+            if _agrees(variant, *shape):
+                return variant
     logger.warning(
         "no flash attention here for heads of %d in %s: padded matrix products attend, slowly", head_dim, dtype
     )
     return None
+
+
+def _agrees(
+    variant: Variant, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> bool:
+    try:
+        error = _trial_error(variant, device, dtype, heads, kv_heads, head_dim)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as reason:
+        logger.info("flash attention, %s: %s", variant, reason)
+        return False
+    if error > _TRIAL_TOLERANCE:
+        logger.warning("flash attention, %s: differs from plain products by %.2g", variant, error)
+    return error <= _TRIAL_TOLERANCE
 
 
 def attend(
@@ -90,51 +120,73 @@ def attend(
     """rows [T, heads, dim], keys and values as in the cache -> [T, heads, dim], zero in rows of no segment."""
     from torch.nn.attention.varlen import varlen_attn
 
-    layout = _layout(step)
-    common = dict(variant.keywords)
-    if variant.paged:
-        common |= {"seqused_k": layout.num_keys, "block_table": step.block_tables}
-    else:
-        keys, values = (pool.flatten(0, 1)[layout.key_at] for pool in (keys, values))
     out = torch.zeros_like(rows)
-    attended = varlen_attn(
-        rows[: layout.num_rows],
-        keys,
-        values,
-        step.query_starts,
-        None if variant.paged else layout.key_starts,
-        layout.most_rows,
-        layout.most_keys,
-        scale=scale,
-        # the last row of a segment sees its last key; the row itself counts to its window
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=rows.shape[1] != keys.shape[-2],
-        **common,
-    )
-    assert isinstance(attended, torch.Tensor)  # nothing else was asked for
-    out[: layout.num_rows] = attended
+    for part in _parts(step, variant.paged):
+        keywords = dict(variant.keywords)
+        if part.key_at is None:
+            key, value = keys, values
+            keywords |= {"seqused_k": part.num_keys, "block_table": part.block_tables}
+        else:
+            key, value = (pool.flatten(0, 1)[part.key_at] for pool in (keys, values))
+        attended = varlen_attn(
+            rows[part.rows],
+            key,
+            value,
+            part.row_starts,
+            None if variant.paged else part.key_starts,
+            part.most_rows,
+            part.most_keys,
+            scale=scale,
+            # the last row of a sequence sees its last key; the row itself counts to its window
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            enable_gqa=rows.shape[1] != keys.shape[-2],
+            **keywords,
+        )
+        assert isinstance(attended, torch.Tensor)  # nothing else was asked for
+        out[part.rows] = attended
     return out
 
 
-@lru_cache(maxsize=2)
-def _layout(step: PackedStep) -> _Layout:
-    """Made once for all layers, of what the host knows: the device is never waited for."""
-    starts, firsts = step.host_query_starts, step.host_first_positions
-    lengths = [after - before for before, after in pairwise(starts)]
-    num_keys = [first + length for first, length in zip(firsts, lengths, strict=True)]
-    total, device = sum(num_keys), step.input_ids.device
-    of_segment = torch.tensor(num_keys, dtype=torch.int64).to(device, non_blocking=True)
-    key_starts = torch.nn.functional.pad(of_segment.cumsum(0), (1, 0))
-    segment = torch.repeat_interleave(of_segment, output_size=total)
-    place = torch.arange(total, device=device) - key_starts[segment]
-    block = step.block_tables[segment, place // BLOCK_TOKENS].long()
-    return _Layout(
-        num_rows=starts[-1],
-        most_rows=max(lengths),
-        most_keys=max(num_keys),
-        key_starts=key_starts.int(),
-        num_keys=of_segment.int(),
-        key_at=block * BLOCK_TOKENS + place % BLOCK_TOKENS,
+@once_per_step
+def _parts(step: PackedStep, paged: bool) -> tuple[_Part, ...]:
+    """All rows at once where kernels read block tables, else as many as gather a bounded number of keys. Consecutive
+    chunks of a prompt are one sequence, so that its keys are gathered once. Nobody waits for the device."""
+    starts, firsts, slots = step.host_query_starts, step.host_first_positions, step.host_slots
+    sequences: list[list[int]] = []  # slot, first row, rows, keys
+    for slot, (start, end), first in zip(slots, pairwise(starts), firsts, strict=True):
+        if sequences and sequences[-1][0] == slot:
+            sequences[-1][2:] = sequences[-1][2] + end - start, first + end - start
+        else:
+            sequences.append([slot, start, end - start, first + end - start])
+    parts: list[list[list[int]]] = [[]]
+    for sequence in sequences:
+        gathered = sum(keys for *_, keys in parts[-1])
+        if parts[-1] and not paged and gathered + sequence[3] > _MOST_GATHERED_KEYS:
+            parts.append([])
+        parts[-1].append(sequence)
+    return tuple(_part(step, part, paged) for part in parts)
+
+
+def _part(step: PackedStep, sequences: list[list[int]], paged: bool) -> _Part:
+    slots, first_rows, num_rows, num_keys = np.array(sequences).T
+    row_starts, key_starts = (np.concatenate([[0], np.cumsum(counts)]) for counts in (num_rows, num_keys))
+    tables = step.kv.block_tables[slots, : -(-int(num_keys.max()) // BLOCK_TOKENS)]
+    device = step.input_ids.device
+    key_at = None
+    if not paged:
+        sequence = np.repeat(np.arange(len(slots)), num_keys)
+        place = np.arange(key_starts[-1]) - key_starts[sequence]
+        block = tables[sequence, place // BLOCK_TOKENS].astype(np.int64)
+        key_at = to_device(block * BLOCK_TOKENS + place % BLOCK_TOKENS, device)
+    return _Part(
+        rows=slice(int(first_rows[0]), int(first_rows[0] + row_starts[-1])),
+        most_rows=int(num_rows.max()),
+        most_keys=int(num_keys.max()),
+        row_starts=to_device(row_starts.astype(np.int32), device),
+        key_starts=to_device(key_starts.astype(np.int32), device),
+        num_keys=to_device(num_keys.astype(np.int32), device),
+        block_tables=to_device(np.ascontiguousarray(tables), device),
+        key_at=key_at,
     )
 
 

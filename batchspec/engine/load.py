@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from batchspec.config import EngineConfig
-from batchspec.engine import cpu
+from batchspec.engine import cpu, memory
 from batchspec.engine.acceptance import CoupledRule, RejectionRule
 from batchspec.engine.drafters import DraftModelDrafter, LookupThenDraftDrafter, PromptLookupDrafter
 from batchspec.engine.engine import EngineParts, TorchEngine
@@ -27,9 +27,6 @@ from batchspec.types import Drafter, EngineInfo, Method, StepAttribution
 _KV_SHARE_CPU = 0.3
 _KV_SHARE_CUDA = 0.85
 
-# What is taken to be free where the system does not say.
-_UNKNOWN_FREE_BYTES = 4 * 2**30
-
 # Prompt tokens that one step takes in, beside its decode rows.
 _STEP_PREFILL_TOKENS = 512
 
@@ -37,9 +34,13 @@ _STEP_PREFILL_TOKENS = 512
 def load_torch_engine(
     config: EngineConfig, device: str, threads: int, device_share: float, attribution: StepAttribution
 ) -> TorchEngine:
-    """Load, check and probe; the seconds go to the lines `load` and `warmup`. The models are local directories."""
+    """Load, check and probe; the seconds go to the lines `compile` (of the CPU's kernels, once a machine), `load` and
+    `warmup`. The models are local directories."""
     meter = Meter(device_share)
     torch.set_num_threads(threads)
+    if device == "cpu":
+        cpu.unavailable_reason()
+    meter.lap("compile")
     tokenizer = load_tokenizer(Path(config.model))
     model = load_model(Path(config.model), config.dtype, torch.device(device))
     draft = load_draft(config, tokenizer, device)
@@ -154,7 +155,7 @@ def _blocks_on(device: torch.device, models: Sequence[PackedModel], device_share
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(free_bytes * _KV_SHARE_CUDA * device_share) // block_bytes
-    return int(free_memory_bytes() * _KV_SHARE_CPU * device_share) // block_bytes
+    return int(memory.free_bytes() * _KV_SHARE_CPU * device_share) // block_bytes
 
 
 def memory_bytes(model: PackedModel, draft: PackedModel | None, num_blocks: int) -> dict[str, int]:
@@ -192,15 +193,6 @@ def memory_notes(models: Sequence[PackedModel], config: EngineConfig, num_blocks
         f"the KV cache holds {num_tokens:,} tokens ({sizes[0]:,} bytes each in the target's{of_draft}): {per_row:,} "
         f"for each of {config.max_batch} rows. Longer rows leave room for fewer of them; raise --kv-memory for more"
     ]
-
-
-def free_memory_bytes() -> int:
-    """Memory that this machine could hand out now (Linux: MemAvailable)."""
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.is_file() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return _UNKNOWN_FREE_BYTES
 
 
 def library_versions() -> dict[str, str]:

@@ -1,15 +1,26 @@
-"""CPU memory in huge pages, where the system has them: a step reads all weights and all context, and with pages of
-4 KiB it waits for their addresses, above all in a virtual machine."""
+"""CPU memory: what there is, and tensors in huge pages where the system has them. A step reads all weights and all
+context, and with pages of 4 KiB it waits for their addresses, above all in a virtual machine."""
 
 from __future__ import annotations
 
 import math
 import mmap
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 _REGION_BYTES = 64 * 2**20
 _ALIGNMENT_BYTES = 4096
+
+# What is taken to be free where the system does not say.
+_UNKNOWN_FREE_BYTES = 4 * 2**30
+
+# Limit, use, and the line of memory.stat that counts file pages to be had back at once: control groups 2, then 1.
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -17,6 +28,54 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     last of them does."""
     num_bytes = math.prod(shape) * dtype.itemsize
     return _take(-(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)[:num_bytes].view(dtype).view(shape)
+
+
+def free_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process could take now: what the machine has (Linux: MemAvailable), or what its container may
+    still use if that is less."""
+    meminfo = _numbers(root / "proc/meminfo")
+    machine = meminfo["MemAvailable"] * 1024 if "MemAvailable" in meminfo else _UNKNOWN_FREE_BYTES
+    return max(0, min([machine, *_left_in_groups(root)]))
+
+
+def _left_in_groups(root: Path) -> list[int]:
+    """Bytes left under each limit of this process's control groups. Inside a container its own group is the root."""
+    left = []
+    for group in {*_own_groups(root), root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"}:
+        for limit_file, use_file, reclaimable in _GROUP_FILES:
+            limit, use = _number(group / limit_file), _number(group / use_file)
+            if limit is not None and use is not None:
+                left.append(limit - use + _numbers(group / "memory.stat").get(reclaimable, 0))
+    return left
+
+
+def _own_groups(root: Path) -> list[Path]:
+    """The control group of this process and those around it (control groups 2)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    top = root / "sys/fs/cgroup"
+    folder = top / own.strip("/")
+    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(top))]
+
+
+def _number(path: Path) -> int | None:
+    """The number that a file holds; None where it holds none ("max")."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The first number of each line by the name before it."""
+    try:
+        lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 class _Region:
@@ -27,7 +86,8 @@ def _take(num_bytes: int) -> torch.Tensor:
     if num_bytes > len(_Region.rest):
         region = mmap.mmap(-1, max(_REGION_BYTES, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            region.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without them
+                region.madvise(mmap.MADV_HUGEPAGE)
         _Region.rest = torch.frombuffer(region, dtype=torch.uint8)
     taken, _Region.rest = _Region.rest[:num_bytes], _Region.rest[num_bytes:]
     return taken

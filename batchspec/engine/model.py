@@ -11,7 +11,7 @@ import torch
 
 from batchspec.engine import attention
 from batchspec.engine.kv_cache import KVCache, LayerShape
-from batchspec.engine.packed import PackedStep, Segment, pack
+from batchspec.engine.packed import Segment, forward_packed, pack
 from batchspec.errors import BatchspecError, UnsupportedModelError, UsageError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -43,18 +43,9 @@ class PackedModel:
     def forward(self, segments: Sequence[Segment], kv: KVCache) -> torch.Tensor:
         """Run the segments' tokens, write their K and V; logits [wanted rows, vocab], segment by segment."""
         step = pack(segments, kv, MIN_ROWS.get(self.dtype, MIN_ROWS_DEFAULT), self.device)
-        return self.forward_packed(step)[: step.num_logit_rows]
-
-    @torch.inference_mode()
-    def forward_packed(self, step: PackedStep) -> torch.Tensor:
-        output = self.module(
-            input_ids=step.input_ids,
-            position_ids=step.positions,
-            use_cache=False,
-            logits_to_keep=step.logit_rows,
-            batchspec_step=step,
-        )
-        logits: torch.Tensor = output.logits[0]
+        logits = forward_packed(self.module, step)[: step.num_logit_rows]
+        if not step.num_logit_rows and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # no token will be read, and the seconds are this step's
         return logits
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
@@ -34,7 +36,7 @@ class PackedStep:
     first_positions: int32 [N]; block_tables: int32 [N, max blocks of the step];
     logit_rows: int64 [R], the rows whose logits are wanted, segment by segment. T and R may be rounded up by rows
     that write to block 0 and that nobody reads; they belong to no segment. `host_*` are the same numbers where reading
-    them makes nobody wait for the device.
+    them makes nobody wait for the device. `kept` holds what is derived of a step once for all layers.
     """
 
     input_ids: torch.Tensor
@@ -48,7 +50,47 @@ class PackedStep:
     num_logit_rows: int
     host_query_starts: tuple[int, ...]
     host_first_positions: tuple[int, ...]
+    host_slots: tuple[int, ...]
     kv: KVCache
+    kept: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+@torch.inference_mode()
+def forward_packed(module: Any, step: PackedStep) -> torch.Tensor:
+    """Logits of `step.logit_rows`, [R, vocab], by a causal LM whose attention is ours."""
+    output = module(
+        input_ids=step.input_ids,
+        position_ids=step.positions,
+        use_cache=False,
+        logits_to_keep=step.logit_rows,
+        batchspec_step=step,
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+Made = TypeVar("Made")
+Arguments = TypeVarTuple("Arguments")
+
+
+def once_per_step(make: Callable[[PackedStep, *Arguments], Made]) -> Callable[[PackedStep, *Arguments], Made]:
+    """What `make` derives of a step (and of further arguments) is made once, and goes when the step does."""
+
+    @wraps(make)
+    def made(step: PackedStep, *args: *Arguments) -> Made:
+        key = (make, *args)
+        if key not in step.kept:
+            step.kept[key] = make(step, *args)
+        found: Made = step.kept[key]
+        return found
+
+    return made
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A tensor of the array, on its way to the device: nobody waits for it to arrive."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def pack(segments: Sequence[Segment], kv: KVCache, min_rows: int, device: torch.device) -> PackedStep:
@@ -72,22 +114,21 @@ def pack(segments: Sequence[Segment], kv: KVCache, min_rows: int, device: torch.
 
     logit_rows = [int(start) + offset for s, start in zip(segments, starts, strict=False) for offset in s.logit_offsets]
     num_logit_rows = len(logit_rows)
-    logit_rows += [0] * max(0, min_rows - num_logit_rows)
-
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+    if logit_rows:
+        logit_rows += [0] * max(0, min_rows - num_logit_rows)
 
     return PackedStep(
-        input_ids=tensor(ids[None]),
-        positions=tensor(positions[None]),
-        slot_mapping=tensor(slot_mapping),
-        query_starts=tensor(starts),
-        first_positions=tensor(firsts),
-        block_tables=tensor(np.ascontiguousarray(tables)),
-        logit_rows=tensor(np.array(logit_rows, dtype=np.int64)),
+        input_ids=to_device(ids[None], device),
+        positions=to_device(positions[None], device),
+        slot_mapping=to_device(slot_mapping, device),
+        query_starts=to_device(starts, device),
+        first_positions=to_device(firsts, device),
+        block_tables=to_device(np.ascontiguousarray(tables), device),
+        logit_rows=to_device(np.array(logit_rows, dtype=np.int64), device),
         num_decode_segments=sum(not s.prefill for s in segments),
         num_logit_rows=num_logit_rows,
         host_query_starts=tuple(starts.tolist()),
         host_first_positions=tuple(firsts.tolist()),
+        host_slots=tuple(slots.tolist()),
         kv=kv,
     )

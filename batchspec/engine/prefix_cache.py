@@ -14,17 +14,20 @@ from itertools import takewhile
 
 import numpy as np
 
-from batchspec.engine.kv_cache import BLOCK_TOKENS, KVCache
+from batchspec.engine.kv_cache import BLOCK_TOKENS, KVCache, blocks_for
 from batchspec.engine.sequence import Sequence
 
-# What may be kept for rows to come, beyond what live rows hold, as a share of the cache: every idle block is memory.
-_KEPT_SHARE = 32
+# What may be kept for rows to come, beyond what live rows hold: a share of the cache, or of one context if that is
+# more. Every idle block is memory.
+_KEPT_OF_CACHE = 1 / 32
+_KEPT_OF_CONTEXT = 1 / 4
 
 Digest = bytes
 
 
 class PrefixCache:
-    """Chunks by digest, the least recently used first."""
+    """Chunks by digest, in the order in which they are given up: the least recently used first, and of a prompt the
+    last first, since a chunk is of no use without those before it."""
 
     def __init__(self, kv: KVCache, prefill_chunk_tokens: int, enabled: bool = True) -> None:
         self.grain = math.lcm(prefill_chunk_tokens, BLOCK_TOKENS)
@@ -48,11 +51,11 @@ class PrefixCache:
                 return False
             blocks = self._chunks.get(digest)
             if blocks is None:
-                return True
-            self._chunks.move_to_end(digest)
+                break
             self._kv.share(sequence.slot, blocks)
             sequence.num_computed += self.grain
             sequence.num_cached_tokens += 0 if sequence.was_preempted else self.grain
+        self._touch(sequence)
         return True
 
     def known_tokens(self, sequence: Sequence) -> int:
@@ -78,11 +81,21 @@ class PrefixCache:
                 blocks = self._kv.blocks_of(sequence.slot, index * self.grain, (index + 1) * self.grain)
                 self._chunks[digests[index]] = blocks
                 self._kv.hold(blocks)
+        self._touch(sequence)
+
+    def _touch(self, sequence: Sequence) -> None:
+        """The chunks of what the row has computed were used just now."""
+        for digest in reversed(self._digests(sequence)[: sequence.num_computed // self.grain]):
+            if digest in self._chunks:
+                self._chunks.move_to_end(digest)
 
     def shrink(self) -> None:
         """Let go of chunks that no live row has, beyond what may be kept for rows to come."""
         idle = [digest for digest in self._chunks if self._is_idle(digest)]
-        num_kept = self._kv.num_usable_blocks // _KEPT_SHARE // (self.grain // BLOCK_TOKENS)
+        kept_blocks = max(
+            self._kv.num_usable_blocks * _KEPT_OF_CACHE, blocks_for(self._kv.max_tokens) * _KEPT_OF_CONTEXT
+        )
+        num_kept = int(kept_blocks) // (self.grain // BLOCK_TOKENS)
         for digest in idle[: max(0, len(idle) - num_kept)]:
             self._forget(digest)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from itertools import pairwise
 
@@ -10,6 +11,8 @@ from batchspec.engine.packed import Segment
 from batchspec.engine.prefix_cache import PrefixCache
 from batchspec.engine.sequence import Sequence, StepRow
 from batchspec.types import NO_PROPOSAL, Proposal
+
+logger = logging.getLogger(__name__)
 
 # Known output tokens are fed back after a pre-emption in blocks like those of speculation, since the bits of their
 # K and V must be those of the decode kernel.
@@ -55,10 +58,10 @@ class Scheduler:
 
     def fits(self, sequence: Sequence) -> bool:
         """The blocks are expected to last for this row beside the live ones. A row alone always fits."""
-        growing = sum(blocks_for(self._expected_growth(s)) for s in [*self.live, sequence])
-        while self._kv.num_free_blocks < growing and self.prefixes.reclaim():
-            pass
-        return not self.live or self._kv.num_free_blocks >= growing
+        while self._kv.num_free_blocks < sum(blocks_for(self._expected_growth(s)) for s in [*self.live, sequence]):
+            if not self.prefixes.reclaim():  # what goes may be what these rows were to share
+                return not self.live
+        return True
 
     def _expected_growth(self, sequence: Sequence) -> int:
         """Tokens that the row will still add to the cache: what nobody has computed yet, and the mean answer's rest."""
@@ -77,6 +80,16 @@ class Scheduler:
         self.live.remove(sequence)
         self._sum_output_tokens += sequence.num_output_tokens
         self._num_finished += 1
+
+    def shrink_batch(self) -> bool:
+        """The device's memory did not last for a step: the newest row gives way, and no more rows than are left will be
+        live from here. False where there is one alone."""
+        if len(self.live) < 2:
+            return False
+        self._preempt(self.live[-1])
+        self._max_batch = len(self.live)
+        logger.warning("out of device memory: at most %d rows are live from here", self._max_batch)
+        return True
 
     def plan(self, proposals: dict[int, Proposal]) -> list[StepRow]:
         """The rows of the next step, decode rows first, with their blocks reserved.
@@ -129,15 +142,11 @@ class Scheduler:
         return segments
 
     def _prefill_end(self, sequence: Sequence, room: int) -> int:
-        """How far the row's prompt goes in this step: to its end if there is room, else to a chunk's. A step with all
-        of its room left takes one chunk at least."""
+        """How far the row's prompt goes in this step: to its end if there is room, else to a chunk's."""
         whole = sequence.num_prompt_tokens
         if whole - sequence.num_computed <= room:
             return whole
-        end = (sequence.num_computed + room) // self._chunk * self._chunk
-        if end <= sequence.num_computed and room == self._step_prefill_tokens:
-            end = min(whole, (sequence.num_computed // self._chunk + 1) * self._chunk)
-        return max(end, sequence.num_computed)
+        return max(sequence.num_computed, (sequence.num_computed + room) // self._chunk * self._chunk)
 
     def _reserve(self, row: StepRow) -> bool:
         """Blocks for the row's positions, taken from newer rows if need be. False where the row itself gave way."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.config import EngineConfig
-from batchspec.engine.load import free_memory_bytes, refuse_other_token_map
+from batchspec.engine import memory
+from batchspec.engine.load import refuse_other_token_map
 from batchspec.engine.meter import Meter
 from batchspec.engine.prompts import OutputDecoder, PromptEncoder, load_tokenizer
 from batchspec.engine.versions import vllm_version
@@ -81,7 +82,7 @@ def llm_options(config: EngineConfig, route: Route, device: str, device_share: f
     if config.kv_memory_bytes is not None:
         options["kv_cache_memory_bytes"] = config.kv_memory_bytes
     elif device == "cpu":
-        options["kv_cache_memory_bytes"] = int(free_memory_bytes() * _KV_SHARE_CPU * device_share)
+        options["kv_cache_memory_bytes"] = int(memory.free_bytes() * _KV_SHARE_CPU * device_share)
     elif device_share < 1:  # the rest of the GPU is another worker's
         options["gpu_memory_utilization"] = _GPU_SHARE * device_share
     if route.method is not Method.TARGET_ONLY:

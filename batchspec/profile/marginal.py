@@ -8,7 +8,7 @@ P > t Y / T, the break-even. Doubt counts against speculation: P is a lower boun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchspec.config import MAX_SPECULATIVE_TOKENS
 from batchspec.ngrams import NUM_GRADES
@@ -19,6 +19,9 @@ from batchspec.types import Method, Route
 # What one class does: its setting, and how deep it proposes by grade.
 Choice = tuple[Setting, dict[int | None, int]]
 NOT_AT_ALL: Choice = ((Method.TARGET_ONLY, 0), {})
+
+_ASKING = (Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT)
+_DRAFTING = (Method.DRAFT_MODEL, Method.LOOKUP_THEN_DRAFT)
 
 # What a position must bring beyond its measured cost, as a share of it: costs are measured too.
 _MARGIN = 0.05
@@ -45,28 +48,61 @@ def decide(
 ) -> list[Decision]:
     """The best route of every class when `occupancy` rows of the usual mix are live.
 
-    Break-even and step depend on each other; a few rounds settle them.
+    A draft model's forwards are cheap for a row where others pay for them, too, so there may be several ways in which
+    nobody gains by changing alone. The methods are tried together, one by one, and together again from the best of
+    these; the fastest step wins.
     """
     context = sum(c.weight * c.context_tokens for c in options)
-    plain = occupancy / cost.step_seconds(occupancy, occupancy, context)
-    rate, positions = plain, float(occupancy)
-    depth_rows = [0.0] * MAX_SPECULATIVE_TOKENS
-    choices: dict[str, Choice] = {}
+    plain_rate = occupancy / cost.step_seconds(occupancy, occupancy, context)
+    plain = _Settled({}, plain_rate, plain_rate, float(occupancy), [0.0] * MAX_SPECULATIVE_TOKENS)
+    found = [_settle(options, cost, occupancy, methods, plain)]
+    if len(methods) > 1:
+        found += [_settle(options, cost, occupancy, frozenset({method}), plain) for method in sorted(methods)]
+        found.append(_settle(options, cost, occupancy, methods, max(found, key=_speed)))
+    best = max(found, key=_speed)
+    if best.tokens_per_second <= plain_rate * (1 + _LEAST_GAIN):
+        best = replace(best, choices={c.request_class: NOT_AT_ALL for c in options})
+    per_position = _slope(cost, best.positions, occupancy, context)
+    prices = [best.rate * (per_position + _draft_share(cost, occupancy, rows, context)) for rows in best.depth_rows]
+    return [_decision(c, *best.choices[c.request_class], occupancy, best.rate * per_position, prices) for c in options]
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """What the classes choose and the step that it makes; `rate` and `positions` are those by which they chose, and
+    `depth_rows` draft at each depth."""
+
+    choices: Mapping[str, Choice]
+    tokens_per_second: float
+    rate: float
+    positions: float
+    depth_rows: Sequence[float]
+
+
+def _speed(settled: _Settled) -> float:
+    return settled.tokens_per_second
+
+
+def _settle(
+    options: Sequence[ClassOptions], cost: StepCost, occupancy: int, methods: frozenset[Method], start: _Settled
+) -> _Settled:
+    """Every class's choice among these methods. What a position must bring and the step depend on each other; a few
+    rounds settle them."""
+    context = sum(c.weight * c.context_tokens for c in options)
+    plain_rate = occupancy / cost.step_seconds(occupancy, occupancy, context)
+    found = start
     for _ in range(_ROUNDS):
-        per_position = _slope(cost, positions, occupancy, context)
+        per_position = _slope(cost, found.positions, occupancy, context)
         choices = {
-            c.request_class: _choose(c, cost, occupancy, rate, per_position, depth_rows, methods) for c in options
+            c.request_class: _choose(c, cost, occupancy, found.rate, per_position, found.depth_rows, methods)
+            for c in options
         }
-        tokens, extra, depth_rows, asked = _expect(options, choices, occupancy)
-        seconds = cost.step_seconds(occupancy, occupancy + extra, context) + asked * cost.per_lookup
-        seconds += sum(cost.draft_step_seconds(rows, context) for rows in depth_rows if rows > 0)
-        positions = (positions + occupancy + extra) / 2
-        rate = (rate + max(plain, tokens / seconds)) / 2
-    per_position = _slope(cost, positions, occupancy, context)
-    prices = [rate * (per_position + _draft_share(cost, occupancy, rows, context)) for rows in depth_rows]
-    if tokens / seconds <= plain * (1 + _LEAST_GAIN):
-        choices = {c.request_class: NOT_AT_ALL for c in options}
-    return [_decision(c, *choices[c.request_class], occupancy, rate * per_position, prices) for c in options]
+        step = _expect(options, choices, occupancy)
+        speed = step.tokens / step.seconds(cost, occupancy, context)
+        rate = (found.rate + max(plain_rate, speed)) / 2
+        positions = (found.positions + occupancy + step.proposed) / 2
+        found = _Settled(choices, speed, rate, positions, step.depth_rows)
+    return found
 
 
 def _slope(cost: StepCost, positions: float, occupancy: int, context: float) -> float:
@@ -93,11 +129,10 @@ def _choose(
         method = setting[0]
         if method not in methods:
             continue
-        gain, depths = 0.0, dict[int | None, int]()
-        asks_lookup = method is not Method.DRAFT_MODEL
-        gain -= rate * cost.per_lookup if asks_lookup else 0.0
-        if method is not Method.PROMPT_LOOKUP:  # a token more or less a step, the prompt is read once
-            gain -= rate * cost.draft_prefill_per_token * c.catch_up
+        depths = dict[int | None, int]()
+        # the draft model reads the prompt once, and all tokens that the row writes pay for it
+        reading = rate * cost.draft_prefill_per_token * c.catch_up if method in _DRAFTING else 0.0
+        gain = -reading - (rate * cost.per_lookup if method in _ASKING else 0.0)
         for option in c.by_setting[setting]:
             depth, worth = 0, 0.0
             running = 0.0
@@ -106,7 +141,7 @@ def _choose(
                     _draft_share(cost, occupancy, depth_rows[position], c.context_tokens) if option.per_depth else 0.0
                 )
                 price = rate * (per_position + drafting)
-                running += p - price
+                running += p * (1 - reading) - price
                 if running > worth:
                     depth, worth = position + 1, running
                 elif not option.per_depth:
@@ -124,24 +159,41 @@ def _draft_share(cost: StepCost, occupancy: int, rows_so_deep: float, context: f
     return cost.draft_step_seconds(rows, context) / rows
 
 
-def _expect(
-    options: Sequence[ClassOptions], choices: Mapping[str, Choice], occupancy: int
-) -> tuple[float, float, list[float], float]:
-    """Expected tokens, extra positions, rows drafting at each depth, and rows asking lookup, in a step."""
-    tokens, extra, asked = float(occupancy), 0.0, 0.0
+@dataclass(frozen=True)
+class _Step:
+    """What a step is expected to write and to take: positions that are proposed, rows that ask lookup, rows that draft
+    at each depth, and prompt tokens that a draft model has to read for what is written."""
+
+    tokens: float
+    proposed: float
+    asking: float
+    depth_rows: Sequence[float]
+    read_by_draft: float
+
+    def seconds(self, cost: StepCost, occupancy: int, context: float) -> float:
+        seconds = cost.step_seconds(occupancy, occupancy + self.proposed, context) + self.asking * cost.per_lookup
+        seconds += sum(cost.draft_step_seconds(rows, context) for rows in self.depth_rows if rows > 0)
+        return seconds + self.read_by_draft * cost.draft_prefill_per_token
+
+
+def _expect(options: Sequence[ClassOptions], choices: Mapping[str, Choice], occupancy: int) -> _Step:
+    tokens, proposed, asking, read_by_draft = 0.0, 0.0, 0.0, 0.0
     depth_rows = [0.0] * MAX_SPECULATIVE_TOKENS
     for c in options:
         setting, depths = choices[c.request_class]
         rows = c.weight * occupancy
-        asked += rows if setting[0] in (Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT) else 0.0
+        written = rows
         for option in c.by_setting.get(setting, ()):
             depth = depths.get(option.grade, 0)
-            tokens += rows * option.share * sum(option.reach[:depth])
-            extra += rows * option.share * depth
+            written += rows * option.share * sum(option.reach[:depth])
+            proposed += rows * option.share * depth
             if option.per_depth:
                 for position in range(depth):
                     depth_rows[position] += rows * option.share
-    return tokens, extra, depth_rows, asked
+        tokens += written
+        asking += rows if setting[0] in _ASKING else 0.0
+        read_by_draft += written * c.catch_up if setting[0] in _DRAFTING else 0.0
+    return _Step(tokens, proposed, asking, depth_rows, read_by_draft)
 
 
 def _decision(
@@ -166,13 +218,12 @@ def _decision(
     )
     proposed = [o.share * depths[o.grade] for o in used]
     paid = [o.share * sum(_prices(o, depths[o.grade], break_even, draft_prices)) for o in used]
-    lookup = method in (Method.PROMPT_LOOKUP, Method.LOOKUP_THEN_DRAFT)
     route = Route(
         method,
         k,
         reason,
         min_match_tokens=least_match,
-        num_tokens_by_grade=by_grade if lookup else (),
+        num_tokens_by_grade=by_grade if method in _ASKING else (),
         num_draft_tokens=depths.get(None, 0),
     )
     needed = sum(paid) / sum(proposed) if k else break_even

@@ -96,7 +96,11 @@ def throughput(
     rows = [(occupancy * c.weight / whole, expected_step(c, route_of(c.request_class, occupancy))) for c in options]
     context = sum(c.weight * c.context_tokens for c in options) / whole
     tokens = sum(count * step.tokens for count, step in rows)
-    return tokens / occupancy, tokens / step_seconds(cost, rows, context)
+    seconds = step_seconds(cost, rows, context)
+    for c, (count, step) in zip(options, rows, strict=True):
+        if any(step.draft_depths):  # the draft model reads the prompt once, and all tokens that are written pay for it
+            seconds += count * step.tokens * c.catch_up * cost.draft_prefill_per_token
+    return tokens / occupancy, tokens / seconds
 
 
 def _depth(option: Option, route: Route) -> int:

@@ -2,9 +2,9 @@
 
     python pipelines/benchmarks/cpu_step.py [MODEL_DIRECTORY] [--threads 2] [--repeats 9]
 
-The least time is the sum of two: the bytes of the step (weights once, K and V once) at the memory read rate, and the
-multiplications of its linears and attention, beyond what fits under the reading of the weights, at the rate of large
-packed products. Both rates are measured first. Without a directory the demo model is taken.
+The least time is that of the step's bytes (weights, K and V, logits) at the memory read rate, or of its multiplications
+at the rate of large packed products, whichever is longer. Both rates are measured first. Without a directory the demo
+model is taken.
 """
 
 from __future__ import annotations

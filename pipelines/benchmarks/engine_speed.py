@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from roofline import Machine, least_seconds, measure_machine
+from roofline import Machine, best, least_seconds, measure_machine
 from transformers import AutoTokenizer
 from workloads import WORKLOADS, Workload, write_workload
 
 from batchspec.accounting.cost import StepAttributionRule
 from batchspec.config import EngineConfig, InputConfig, RunConfig
+from batchspec.engine import cpu
 from batchspec.engine.load import load_torch_engine
 from batchspec.pipeline.measuring import readable_rows
 from batchspec.profile.policy import StaticPolicy
@@ -69,10 +70,8 @@ def run_peer(command: str, workload: Workload, path: Path, model: str, threads: 
     return found
 
 
-def measure(
-    workload: Workload, path: Path, args: argparse.Namespace, machine: Machine | None
-) -> tuple[dict[str, Any], Machine | None]:
-    """Every contender in turn, `--repeats` times over."""
+def measure(workload: Workload, path: Path, args: argparse.Namespace, machines: list[Machine]) -> dict[str, Any]:
+    """Every contender in turn, `--repeats` times over. What the machine can do is measured beside, into `machines`."""
     runs: dict[str, list[dict[str, Any]]] = {}
     least = 0.0
     for _ in range(args.repeats):
@@ -81,21 +80,26 @@ def measure(
             settings["batchspec, reuse off"] = False
         for name, shares in settings.items():
             figures, engine, done = run_ours(workload, path, args, shares)
-            runs.setdefault(name, []).append(figures)
-            if machine is None and args.device == "cpu":
-                machine = measure_machine(engine.parts.model, args.threads)
-            if machine is not None and not least:
+            add(runs, name, figures)
+            if args.device == "cpu" and shares and cpu.unavailable_reason() is None:
+                machines.append(measure_machine(engine.parts.model, args.threads))
                 sizes = [(o.input_tokens, o.output_tokens, o.cached_input_tokens) for o in done]
-                least = least_seconds(engine.parts.model, machine, sizes, workload.batch)
-            print(json.dumps({"workload": workload.name, "engine": name, **figures}), flush=True)
+                least = least_seconds(engine.parts.model, best(machines), sizes, workload.batch)
             del engine
         for peer in args.peers:
             name, _, command = peer.partition("=")
             figures_of_peer = run_peer(command, workload, path, args.model, args.threads)
             if figures_of_peer is not None:
-                runs.setdefault(name, []).append(figures_of_peer)
-                print(json.dumps({"workload": workload.name, **figures_of_peer, "engine": name}), flush=True)
-    return {"workload": workload.name, "batch": workload.batch, "least_seconds": least, "runs": runs}, machine
+                add(runs, name, figures_of_peer)
+    return {"workload": workload.name, "batch": workload.batch, "least_seconds": least, "runs": runs}
+
+
+def add(runs: dict[str, list[dict[str, Any]]], name: str, figures: dict[str, Any]) -> None:
+    """Keep and print a run, with how many times as fast as it the run of batchspec before it was."""
+    ours = figures if name == "batchspec" else runs["batchspec"][-1]
+    rates = [run["output_tokens"] / run["seconds"] for run in (ours, figures)]
+    runs.setdefault(name, []).append({**figures, "engine": name, "batchspec_is": rates[0] / rates[1]})
+    print(json.dumps(runs[name][-1]), flush=True)
 
 
 def table(results: list[dict[str, Any]], machine: Machine | None, versions: dict[str, str]) -> str:
@@ -114,11 +118,10 @@ def table(results: list[dict[str, Any]], machine: Machine | None, versions: dict
         "|---|---|---|---|---|---|",
     ]
     for result in results:
-        ours = [run["output_tokens"] / run["seconds"] for run in result["runs"]["batchspec"]]
         for name, runs in result["runs"].items():
             seconds = [run["seconds"] for run in runs]
             rates = [run["output_tokens"] / run["seconds"] for run in runs]
-            factor = statistics.median(a / b for a, b in zip(ours, rates, strict=False))
+            factor = statistics.median(run["batchspec_is"] for run in runs)
             lines.append(
                 f"| {result['workload']} | {name} | {statistics.median(seconds):.1f} "
                 f"({min(seconds):.1f}-{max(seconds):.1f}) | {statistics.median(rates):.1f} | "
@@ -151,12 +154,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     versions = {name: metadata.version(name) for name in ("batchspec", "torch", "transformers")}
     results: list[dict[str, Any]] = []
-    machine: Machine | None = None
+    machines: list[Machine] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.workloads.split(","):
             path = write_workload(WORKLOADS[name], args.input, tokenizer, Path(folder))
-            result, machine = measure(WORKLOADS[name], path, args, machine)
-            results.append(result)
+            results.append(measure(WORKLOADS[name], path, args, machines))
+            machine = best(machines) if machines else None
             text = table(results, machine, versions)
             if args.json:
                 figures = {"machine": machine and machine.as_json(), "versions": versions, "results": results}

@@ -1,4 +1,5 @@
-"""The least time that a workload can take on this machine: its products and its bytes, at rates measured here."""
+"""The least time that a workload can take on this machine: its products or its bytes, whichever takes longer, at rates
+measured here."""
 
 from __future__ import annotations
 
@@ -42,6 +43,15 @@ def linears_of(model: PackedModel) -> list[PackedLinear]:
     return [module for module in model.module.modules() if isinstance(module, PackedLinear)]
 
 
+def best(machines: Sequence[Machine]) -> Machine:
+    """The best of what was measured of a machine from time to time."""
+    return Machine(
+        machines[0].threads,
+        max(m.read_bytes_per_second for m in machines),
+        max(m.flops_per_second for m in machines),
+    )
+
+
 def measure_machine(model: PackedModel, threads: int, repeats: int = 9) -> Machine:
     data = torch.ones(2**28, dtype=torch.float32)
     read = data.numel() * 4 / median_seconds(data.sum, repeats)
@@ -60,7 +70,8 @@ def step_seconds(
     model: PackedModel, machine: Machine, rows: float, logit_rows: float, pairs: float, kv_tokens: float
 ) -> float:
     """A forward of `rows` positions, `logit_rows` of which are wanted, attending to `pairs` (query, key) pairs over
-    `kv_tokens` tokens of K and V: weights are read under the multiplications, or these done under the reading."""
+    `kv_tokens` tokens of K and V: the reading of weights, K and V (and of logits, which are written, too), or the
+    multiplications, the one done under the other."""
     linears = linears_of(model)
     head = [x for x in linears if x.out_features == model.vocab_size]
     body = [x for x in linears if x.out_features != model.vocab_size]
@@ -68,15 +79,17 @@ def step_seconds(
     products += 2 * logit_rows * sum(x.in_features * x.out_features for x in head)
     weight_bytes = sum(x.panels.numel() * 4 for x in (linears if logit_rows else body))
     config = model.module.config
-    attention = sum(2 * pairs * config.num_attention_heads * (x.key_dim + x.value_dim) for x in model.layers)
+    products += sum(2 * pairs * config.num_attention_heads * (x.key_dim + x.value_dim) for x in model.layers)
     kv_bytes = kv_tokens * model.dtype.itemsize * sum(layer.elements_per_token for layer in model.layers)
-    of_linears = max(weight_bytes / machine.read_bytes_per_second, products / machine.flops_per_second)
-    return float(of_linears + max(kv_bytes / machine.read_bytes_per_second, attention / machine.flops_per_second))
+    logit_bytes = 2 * logit_rows * model.vocab_size * model.dtype.itemsize
+    num_bytes = weight_bytes + kv_bytes + logit_bytes
+    return float(max(num_bytes / machine.read_bytes_per_second, products / machine.flops_per_second))
 
 
 def least_seconds(model: PackedModel, machine: Machine, rows: Sequence[tuple[int, int, int]], batch: int) -> float:
     """The whole workload, target-only, rows given as (input, output, cached input) tokens: prompts once (less what is
-    shared), then one token per row and step, `batch` rows a step, each reading its context once."""
+    shared), then one token per row and step, `batch` rows a step, each reading its context once (of what rows share,
+    one copy)."""
     prompts = [(total, total - shared) for total, _, shared in rows]
     pairs = sum(new * (total - new) + new * (new + 1) / 2 for total, new in prompts)
     prefill = step_seconds(model, machine, sum(new for _, new in prompts), len(prompts), pairs, 0.0)
@@ -84,5 +97,7 @@ def least_seconds(model: PackedModel, machine: Machine, rows: Sequence[tuple[int
     if not steps:
         return prefill
     context = sum((i + o / 2) * (o - 1) for i, o, _ in rows) / steps
+    shared = sum(cached * (o - 1) for _, o, cached in rows) / steps
     live = min(batch, len(rows))
-    return prefill + steps / live * step_seconds(model, machine, live, live, live * context, live * context)
+    kv_tokens = live * (context - shared) + shared
+    return prefill + steps / live * step_seconds(model, machine, live, live, live * context, kv_tokens)

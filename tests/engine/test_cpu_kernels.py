@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GemmaConfig, GraniteConfig, SmolLM3Config
 
 from batchspec.engine import cpu, probe
 from batchspec.engine.cpu import build, kernels
@@ -240,6 +241,31 @@ def test_layers_of_another_structure_keep_their_code(name: str) -> None:
     assert FusedLayer not in kinds
     assert PackedLinear in kinds
     assert probe.probe_batch_invariance(model, max_rows=64) is None
+
+
+LOOKALIKES = {
+    "some layers without rotation": SmolLM3Config(**SHAPE, head_dim=16, no_rope_layer_interval=2),
+    "scaled residuals": GraniteConfig(**SHAPE, head_dim=16, residual_multiplier=0.3),
+    "norms of 1 + w, GELU": GemmaConfig(**SHAPE, head_dim=16),
+}
+
+
+@pytest.mark.parametrize("case", LOOKALIKES)
+def test_layers_with_the_same_children_and_other_code_keep_it(case: str) -> None:
+    config = copy.deepcopy(LOOKALIKES[case])
+    config.initializer_range = 0.02
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = wrap_model(case, copy.deepcopy(plain))
+    assert not any(isinstance(layer, FusedLayer) for layer in model.module.modules())
+    ids = torch.randint(SHAPE["vocab_size"], (1, 300))
+    with torch.inference_mode():
+        expected = plain(ids).logits[0]
+    kv = model.new_cache(12, 1)
+    slot = kv.acquire_slot()
+    kv.reserve(slot, 300)
+    got = model.forward([Segment(slot, ids[0].tolist(), 0, True, range(300))], kv)
+    assert relative_error(got, expected) < 2 * TOLERANCE[torch.float32]
 
 
 def test_a_layer_that_only_looks_like_the_known_one_is_left_alone() -> None:

@@ -64,7 +64,22 @@ def documented_varlen_attn(
 
 
 @pytest.fixture
-def varlen_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def activated(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The kernels of other packages as they are put in force: FA3 is there, FA4 is not; None: torch's own."""
+    found: list[str | None] = []
+
+    def activate(name: str) -> None:
+        if name == "FA4":
+            raise ModuleNotFoundError("no module named flash_attn.cute")
+        found.append(name)
+
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
+    monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", lambda: found.append(None))
+    return found
+
+
+@pytest.fixture
+def varlen_attn(monkeypatch: pytest.MonkeyPatch, activated: list[str | None]) -> Iterator[None]:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented_varlen_attn)
     monkeypatch.setattr(flash, "_DTYPES", (torch.float32,))
     flash._tried.cache_clear()
@@ -73,7 +88,7 @@ def varlen_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def step_of(sizes: list[tuple[int, int, bool]], kv_heads: int, dim: int) -> PackedStep:
-    """A step of (context, rows, prefill) over a cache of noise, its rows rounded up to at least 8."""
+    """A step of (context, rows, prefill) over a cache of noise, prompts in chunks of 16; at least 8 rows."""
     num_blocks = 1 + sum(-(-(context + count) // BLOCK_TOKENS) for context, count, _ in sizes)
     kv = KVCache([LayerShape(kv_heads, dim, dim)], num_blocks, len(sizes), 512, torch.float32, CPU)
     kv.keys[0].copy_(torch.randn(kv.keys[0].shape))
@@ -82,7 +97,10 @@ def step_of(sizes: list[tuple[int, int, bool]], kv_heads: int, dim: int) -> Pack
     for context, count, prefill in sizes:
         slot = kv.acquire_slot()
         assert kv.reserve(slot, context + count)
-        segments.append(Segment(slot, [1] * count, context, prefill, ()))
+        cuts = range(0, count, 16) if prefill else [0]
+        for start in cuts:
+            size = min(16, count - start) if prefill else count
+            segments.append(Segment(slot, [1] * size, context + start, prefill, ()))
     return pack(segments, kv, 8, CPU)
 
 
@@ -104,11 +122,18 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("heads", [(3, 3), (6, 2)])
 @pytest.mark.parametrize("window", [None, 1, 24])
-@pytest.mark.parametrize("variant", flash._VARIANTS)
+@pytest.mark.parametrize("variant", [flash._PAGED, *flash._GATHERED])
+@pytest.mark.parametrize("most_gathered_keys", [1, 100, 2**18])
 @pytest.mark.usefixtures("varlen_attn")
 def test_flash_kernels_are_asked_for_what_padded_products_compute(
-    sizes: list[tuple[int, int, bool]], heads: tuple[int, int], window: int | None, variant: flash.Variant
+    sizes: list[tuple[int, int, bool]],
+    heads: tuple[int, int],
+    window: int | None,
+    variant: flash.Variant,
+    most_gathered_keys: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(flash, "_MOST_GATHERED_KEYS", most_gathered_keys)
     torch.manual_seed(0)
     step = step_of(sizes, heads[1], 16)
     rows = torch.randn(step.input_ids.shape[1], heads[0], 16)
@@ -121,7 +146,7 @@ def first_found(dtype: torch.dtype = torch.float32, head_dim: int = 16) -> flash
 
 
 @pytest.mark.usefixtures("varlen_attn")
-def test_the_first_way_that_runs_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_way_that_runs_is_taken(monkeypatch: pytest.MonkeyPatch, activated: list[str | None]) -> None:
     def without(*missing: str) -> Any:
         def kernel(*arguments: Any, **keywords: Any) -> torch.Tensor:
             if not keywords.keys().isdisjoint(missing):
@@ -131,6 +156,7 @@ def test_the_first_way_that_runs_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
         return kernel
 
     assert first_found() == flash.Variant(True, (("num_splits", 1),))
+    assert activated == ["FA3"]
     for missing, expected in (
         (("block_table",), flash.Variant(False, (("num_splits", 1),))),
         (("num_splits",), flash.Variant(False, ())),
@@ -138,7 +164,9 @@ def test_the_first_way_that_runs_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         flash._tried.cache_clear()
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", without(*missing))
+        activated.clear()
         assert first_found() == expected
+        assert activated == ["FA3", None]
 
 
 @pytest.mark.usefixtures("varlen_attn")

@@ -131,3 +131,22 @@ def test_a_closed_engine_meets_its_next_rows_with_a_cold_cache() -> None:
     engine.close()
     engine.parts.kv.check_integrity()
     assert answers(engine, requests_for(PROMPTS[:1], max_new_tokens=2))[0].cached_input_tokens == 0
+
+
+def test_a_long_prefix_outlives_the_row_that_computed_it_even_where_one_row_is_live() -> None:
+    """What is kept of a prompt is its beginning: the rest is of no use without it."""
+    prompts = ["once upon a time there was " * 9 + tail for tail in ("a", "b", "c")]
+    engine = make_engine(build_module("llama"), max_batch=1, chunk=32, num_blocks=17)
+    outcomes = answers(engine, requests_for(prompts, max_new_tokens=4))
+    kept_tokens = 512 // 4
+    assert [o.cached_input_tokens for o in outcomes] == [0, kept_tokens, kept_tokens]
+
+
+def test_what_is_given_up_to_admit_a_row_is_not_counted_as_shared_by_it() -> None:
+    """Two waiting rows whose own prefix is all that can be given up: they are admitted one after the other."""
+    module = build_module("llama")
+    prompts = ["a tale of two rows that share their start, " * 4 + tail for tail in ("x", "y", "z")]
+    engine = make_engine(module, max_batch=3, chunk=32, num_blocks=18)
+    outcomes = answers(engine, requests_for(prompts, max_new_tokens=150))
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        assert list(outcome.token_ids) == generate(module, ids_of(prompt), 150)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchspec.errors import MismatchError, UsageError
 from batchspec.ngrams import Support, grade_of
@@ -17,7 +21,7 @@ from batchspec.profile.marginal import Decision, decide
 from batchspec.profile.measured import WINDOW_TOKENS, MeasuredPolicy
 from batchspec.profile.options import ClassOptions, Option, class_options
 from batchspec.profile.policy import ANY_CLASS
-from batchspec.profile.predict import attribution_rule, predict_seconds, target_only_seconds
+from batchspec.profile.predict import attribution_rule, predict_seconds, target_only_seconds, throughput
 from batchspec.profile.records import AcceptanceCell, ClassSample, Curve, Profile, StepCost
 from batchspec.profile.show import format_profile, verdict
 from batchspec.profile.store import fingerprint_differences, load_profile, refuse_stale_profile, save_profile
@@ -311,6 +315,44 @@ def test_reading_long_prompts_for_short_answers_counts_against_a_draft_model() -
     cost = replace(COST, draft=Curve((1, 64), (0.002, 0.002)), draft_prefill_per_token=0.001)
     assert one(options, 1, cost, ALL).route.method is Method.DRAFT_MODEL
     assert one(replace(options, catch_up=25.0), 1, cost, ALL).route.method is Method.TARGET_ONLY
+
+
+reaches = st.lists(st.floats(0.05, 1.0), min_size=8, max_size=8).map(lambda ps: tuple(accumulate(ps, mul)))
+
+
+@given(
+    lookup=st.tuples(reaches, reaches),
+    draft=st.tuples(reaches, reaches),
+    catch_up=st.tuples(st.floats(0, 20), st.floats(0, 20)),
+    draft_seconds=st.floats(0.0005, 0.01),
+    occupancy=st.sampled_from([1, 2, 4, 8, 32]),
+)
+def test_methods_together_are_never_slower_than_one_of_them_alone(
+    lookup: tuple[Any, Any], draft: tuple[Any, Any], catch_up: tuple[float, float], draft_seconds: float, occupancy: int
+) -> None:
+    """A draft model's forward is paid for by all rows that draft: nobody may gain by being the first to."""
+    cost = replace(COST, draft=Curve((1, 64), (draft_seconds, 1.2 * draft_seconds)), draft_prefill_per_token=0.0001)
+    options = [
+        ClassOptions(
+            f"class {i}",
+            0.5,
+            100.0,
+            {
+                (Method.PROMPT_LOOKUP, 2): (Option(0.3, lookup[i], GRADE),),
+                (Method.DRAFT_MODEL, 0): (Option(1.0, draft[i], None),),
+            },
+            catch_up[i],
+        )
+        for i in range(2)
+    ]
+
+    def rate(methods: frozenset[Method]) -> float:
+        routes = {d.request_class: d.route for d in decide(options, cost, occupancy, methods)}
+        return throughput(cost, options, occupancy, lambda label, n: routes[label])[1]
+
+    together = rate(ALL)
+    assert all(together >= rate(frozenset({method})) * 0.999 for method in (Method.PROMPT_LOOKUP, Method.DRAFT_MODEL))
+    assert together >= rate(frozenset()) * 0.999
 
 
 def always(method: Method, k: int = 0) -> Any:

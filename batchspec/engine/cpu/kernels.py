@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 
 from batchspec.engine import memory
 from batchspec.engine.cpu import build
-from batchspec.engine.packed import PackedStep
+from batchspec.engine.packed import PackedStep, once_per_step
 
 PANEL_COLUMNS = 32
 DTYPES = (torch.bfloat16, torch.float32)
@@ -91,9 +91,9 @@ def c_linear(in_features: int, num_columns: int, panels: torch.Tensor, bias: tor
     return CLinear(in_features, num_columns, panels.data_ptr(), None if bias is None else bias.data_ptr())
 
 
-@lru_cache(maxsize=2)
+@once_per_step
 def c_step(step: PackedStep) -> CStep:
-    """The step as the kernels read it. It holds addresses: valid while `step` lives, which this cache sees to."""
+    """The step as the kernels read it. It holds addresses: valid while `step` lives."""
     num_seqs, max_blocks = step.block_tables.shape
     return CStep(
         num_seqs,
@@ -212,7 +212,7 @@ def _is_bf16(x: torch.Tensor) -> int:
     return int(x.dtype == torch.bfloat16)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _library() -> ctypes.PyDLL:
     library = build.load()
     pointer = c_void_p
