@@ -1,13 +1,18 @@
 # `make demo` and `make test` set everything up by themselves, in .venv. Needs Python 3.11 or newer.
 #   PYTHON=python3.12   the interpreter to build .venv with
-#   TORCH=cuda          torch for NVIDIA GPUs instead of the smaller CPU build
+#   TORCH=cuda          torch for NVIDIA GPUs instead of the smaller CPU build (kept from then on)
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-TORCH ?= cpu
+DEVICE ?= cpu
+ifneq (,$(filter test-gpu,$(MAKECMDGOALS)))
+DEVICE := cuda
+endif
+# what is installed stays, unless something else is asked for
+TORCH ?= $(if $(filter cpu,$(DEVICE)),$(if $(wildcard .venv/.installed-cuda),cuda,cpu),cuda)
 TORCH_VERSION := 2.13.0
 
 VENV := .venv
@@ -103,13 +108,12 @@ fmt: $(STAMP) ## format and fix what can be fixed
 	$(PY) -m ruff format .
 
 INPUT ?= data/sample_prompts.parquet
-DEVICE ?= cpu
 # peers to time beside the engine, such as PEERS='vllm=.venv-vllm/bin/python peers.py --engine vllm'
 PEERS ?=
 bench: setup ## the engine on every workload beside PEERS, its steps, then static routes on INPUT (quiet machine!)
 	model=$$($(PY) -m batchspec.engine.demo_model | tail -n 1); \
 	$(PY) pipelines/benchmarks/engine_speed.py $(INPUT) --model "$$model" --device $(DEVICE) \
-	  --json bench.json $(if $(PEERS),--peers '$(PEERS)'); \
+	  --json bench.json --table bench.md $(if $(PEERS),--peers '$(PEERS)'); \
 	$(PY) pipelines/benchmarks/$(if $(filter cpu,$(DEVICE)),cpu_step.py "$$model",gpu_step.py --device $(DEVICE)); \
 	$(PY) pipelines/benchmarks/routing.py $(INPUT) --model "$$model" --device $(DEVICE) --batches 1/6,8/6,32/6 \
 	  --settings target_only,prompt_lookup:2,prompt_lookup:4,prompt_lookup:8
