@@ -94,11 +94,14 @@ def test_small_caches_evict_and_preempt_to_the_same_tokens(seed: int) -> None:
     assert engine.parts.scheduler.num_preemptions > 0
 
 
-def test_what_nobody_needs_any_more_is_kept_only_up_to_a_share_of_the_cache() -> None:
-    engine = make_engine(build_module("llama"), max_batch=2, chunk=32, num_blocks=1 + 32 * 3)
+@pytest.mark.parametrize(("num_blocks", "num_kept"), [(1 + 32 * 3, 4), (1 + 32 * 9, 9)])
+def test_what_nobody_needs_any_more_is_kept_up_to_a_share_of_the_cache_or_of_one_context(
+    num_blocks: int, num_kept: int
+) -> None:
+    engine = make_engine(build_module("llama"), max_batch=2, chunk=32, num_blocks=num_blocks)
     prompts = [f"{index:03d}" + "q" * 90 for index in range(20)]
     run(engine, requests_for(prompts, max_new_tokens=2))
-    assert len(engine.parts.scheduler.prefixes.kept_blocks) == 3
+    assert len(engine.parts.scheduler.prefixes.kept_blocks) == num_kept
 
 
 def test_rows_of_one_prefix_and_other_sampling_keep_their_own_tokens() -> None:
