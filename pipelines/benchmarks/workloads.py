@@ -34,6 +34,7 @@ WORKLOADS = {
     "shared-prefix": Workload("shared-prefix", 32, 32),
     "shared-prefix-100": Workload("shared-prefix-100", 32, 32),  # short enough to run with reuse off, too
     "tiny-rows": Workload("tiny-rows", 32, 8),
+    "tiny-rows-1000": Workload("tiny-rows-1000", 32, 8),  # short enough to run three times beside a peer
 }
 
 
@@ -44,6 +45,7 @@ def write_workload(workload: Workload, real_prompts: str, tokenizer: Any, folder
         "shared-prefix": lambda: shared_prefix(tokenizer, 1000),
         "shared-prefix-100": lambda: shared_prefix(tokenizer, 100),
         "tiny-rows": lambda: [text_of(tokenizer, 10, seed) for seed in range(10_000)],
+        "tiny-rows-1000": lambda: [text_of(tokenizer, 10, seed) for seed in range(1000)],
     }
     path = folder / f"{workload.name}.parquet"
     if workload.name in texts:
