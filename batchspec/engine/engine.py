@@ -88,8 +88,13 @@ class TorchEngine:
     def _step(self, source: RequestSource, policy: RoutePolicy) -> tuple[list[Outcome], bool]:
         failures, ended = self._admit(source)
         proposals = self._propose(policy)
-        rows, logits = self._forward(proposals)
-        blocks = self._accept(rows, logits)
+        rows = self.parts.scheduler.plan(proposals)
+        try:
+            blocks = self._accept(rows, self._forward(rows))
+        except torch.OutOfMemoryError:  # nothing is text yet: the next step does it again with fewer rows
+            if not self.parts.scheduler.shrink_batch(rows):
+                raise
+            rows, blocks = [], []
         finished = self._commit(rows, blocks)
         completions = self._retire(rows, finished)
         policy.observe(self._report(rows, finished))
@@ -169,28 +174,17 @@ class TorchEngine:
                 proposals[sequence.slot] = proposal
         return proposals
 
-    def _forward(self, proposals: dict[int, Proposal]) -> tuple[list[StepRow], torch.Tensor]:
-        """One ragged target pass over every row's known tokens and proposals; logits [sum of num_choices, vocab].
-
-        No rows where the device's memory did not last: the batch is smaller then.
-        """
-        rows = self.parts.scheduler.plan(proposals)
+    def _forward(self, rows: list[StepRow]) -> torch.Tensor:
+        """One ragged target pass over every row's known tokens and proposals; logits [sum of num_choices, vocab]."""
         if not rows:
-            return rows, torch.empty(0, 0)
+            return torch.empty(0, 0)
         now = perf_counter()
         segments: list[Segment] = []
         for row in rows:
             sequence = row.sequence
             sequence.first_forward_at = sequence.first_forward_at or now
             segments += self.parts.scheduler.segments(row)
-        try:
-            return rows, self.parts.model.forward(segments, self.parts.kv)
-        except torch.OutOfMemoryError:
-            if not self.parts.scheduler.shrink_batch():
-                raise
-        torch.cuda.empty_cache()
-        self.parts.meter.lap("failed")
-        return [], torch.empty(0, 0)
+        return self.parts.model.forward(segments, self.parts.kv)
 
     def _accept(self, rows: list[StepRow], logits: torch.Tensor) -> list[Block]:
         """Per row, the block that the target writes: the accepted prefix and one token of its own."""
@@ -246,7 +240,7 @@ class TorchEngine:
 
     def _retire(self, rows: list[StepRow], finished: list[Sequence]) -> list[Outcome]:
         """Attribute the step's remaining time, and turn ended rows into completions."""
-        overhead = self.parts.meter.lap("overhead" if rows else None)
+        overhead = self.parts.meter.lap("overhead" if rows else "failed" if self.parts.scheduler.live else None)
         for row in rows:
             row.sequence.overhead_seconds += overhead / len(rows)
         now = perf_counter()

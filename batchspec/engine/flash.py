@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_HEAD_DIM = 256
 
-# torch's names of the kernels of other packages, the newest first.
-_OTHER_KERNELS = ("FA4", "FA3")
-
 # Keys that are gathered at once, unless a single prompt has more: 1 GiB of a layer with 8 KV heads of 128.
 _MOST_GATHERED_KEYS = 2**18
 
@@ -36,15 +33,14 @@ _TRIAL_TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way of asking `varlen_attn`: keys in place or gathered, and with which keywords."""
+    """A way of asking `varlen_attn`: whose kernels (None: torch's own), keys in place or gathered, which keywords."""
 
+    kernels: str | None
     paged: bool
-    keywords: tuple[tuple[str, Any], ...]
+    keywords: tuple[tuple[str, Any], ...] = (("num_splits", 1),)
 
 
-_NOT_SPLIT = (("num_splits", 1),)
-_PAGED = Variant(True, _NOT_SPLIT)
-_GATHERED = (Variant(False, _NOT_SPLIT), Variant(False, ()))
+_VARIANTS = (Variant("FA4", True), Variant("FA3", True), Variant(None, False), Variant(None, False, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,39 +69,36 @@ def variant_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sof
 @lru_cache(maxsize=8)
 def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Variant | None:
     """The first way that runs and agrees with plain products, on a small step."""
-    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
-
-    shape = (device, dtype, heads, kv_heads, head_dim)
     if dtype in _DTYPES and head_dim <= _MOST_HEAD_DIM and head_dim % 8 == 0:
-        for name in _OTHER_KERNELS:
+        for variant in _VARIANTS:
             try:
-                activate_flash_attention_impl(name)
+                error = _trial_error(variant, device, dtype, heads, kv_heads, head_dim)
             except Exception as reason:  # whatever a package that is not there, or not for this GPU, raises
-                logger.info("flash attention by %s: %s", name, reason)
+                logger.info("flash attention, %s: %s", variant, reason)
                 continue
-            if _agrees(_PAGED, *shape):
-                return _PAGED
-        restore_flash_attention_impl()
-        for variant in _GATHERED:
-            if _agrees(variant, *shape):
+            if error <= _TRIAL_TOLERANCE:
                 return variant
+            logger.warning("flash attention, %s: differs from plain products by %.2g", variant, error)
     logger.warning(
         "no flash attention here for heads of %d in %s: padded matrix products attend, slowly", head_dim, dtype
     )
     return None
 
 
-def _agrees(
-    variant: Variant, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
-) -> bool:
-    try:
-        error = _trial_error(variant, device, dtype, heads, kv_heads, head_dim)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as reason:
-        logger.info("flash attention, %s: %s", variant, reason)
-        return False
-    if error > _TRIAL_TOLERANCE:
-        logger.warning("flash attention, %s: differs from plain products by %.2g", variant, error)
-    return error <= _TRIAL_TOLERANCE
+def _use(kernels: str | None) -> None:
+    """Put these kernels in force: which ones serve `varlen_attn` is a setting of the whole process."""
+    from torch.nn.attention import (
+        activate_flash_attention_impl,
+        current_flash_attention_impl,
+        restore_flash_attention_impl,
+    )
+
+    if current_flash_attention_impl() == kernels:
+        return
+    if kernels is None:
+        restore_flash_attention_impl()
+    else:
+        activate_flash_attention_impl(kernels)
 
 
 def attend(
@@ -120,6 +113,7 @@ def attend(
     """rows [T, heads, dim], keys and values as in the cache -> [T, heads, dim], zero in rows of no segment."""
     from torch.nn.attention.varlen import varlen_attn
 
+    _use(variant.kernels)
     out = torch.zeros_like(rows)
     for part in _parts(step, variant.paged):
         keywords = dict(variant.keywords)
@@ -134,7 +128,7 @@ def attend(
             value,
             part.row_starts,
             None if variant.paged else part.key_starts,
-            part.most_rows,
+            max(2, part.most_rows),  # kernels treat steps of one row a sequence in another way
             part.most_keys,
             scale=scale,
             # the last row of a sequence sees its last key; the row itself counts to its window
@@ -159,33 +153,36 @@ def _parts(step: PackedStep, paged: bool) -> tuple[_Part, ...]:
         else:
             sequences.append([slot, start, end - start, first + end - start])
     parts: list[list[list[int]]] = [[]]
+    gathered = 0
     for sequence in sequences:
-        gathered = sum(keys for *_, keys in parts[-1])
-        if parts[-1] and not paged and gathered + sequence[3] > _MOST_GATHERED_KEYS:
+        gathered += sequence[3]
+        if parts[-1] and not paged and gathered > _MOST_GATHERED_KEYS:
             parts.append([])
+            gathered = sequence[3]
         parts[-1].append(sequence)
     return tuple(_part(step, part, paged) for part in parts)
 
 
 def _part(step: PackedStep, sequences: list[list[int]], paged: bool) -> _Part:
-    slots, first_rows, num_rows, num_keys = np.array(sequences).T
-    row_starts, key_starts = (np.concatenate([[0], np.cumsum(counts)]) for counts in (num_rows, num_keys))
-    tables = step.kv.block_tables[slots, : -(-int(num_keys.max()) // BLOCK_TOKENS)]
+    slots, first_rows, num_rows, num_keys = np.array(sequences, dtype=np.int32).T
+    row_starts, key_starts = (np.cumsum([0, *counts], dtype=np.int32) for counts in (num_rows, num_keys))
     device = step.input_ids.device
+    tables = to_device(step.kv.block_tables[slots, : -(-int(num_keys.max()) // BLOCK_TOKENS)], device)
+    keys_of, key_starts_there = to_device(num_keys.copy(), device), to_device(key_starts, device)
     key_at = None
     if not paged:
-        sequence = np.repeat(np.arange(len(slots)), num_keys)
-        place = np.arange(key_starts[-1]) - key_starts[sequence]
-        block = tables[sequence, place // BLOCK_TOKENS].astype(np.int64)
-        key_at = to_device(block * BLOCK_TOKENS + place % BLOCK_TOKENS, device)
+        total = int(key_starts[-1])
+        sequence = torch.repeat_interleave(keys_of, output_size=total)
+        place = torch.arange(total, device=device) - key_starts_there[sequence]
+        key_at = tables[sequence, place // BLOCK_TOKENS].long() * BLOCK_TOKENS + place % BLOCK_TOKENS
     return _Part(
         rows=slice(int(first_rows[0]), int(first_rows[0] + row_starts[-1])),
         most_rows=int(num_rows.max()),
         most_keys=int(num_keys.max()),
-        row_starts=to_device(row_starts.astype(np.int32), device),
-        key_starts=to_device(key_starts.astype(np.int32), device),
-        num_keys=to_device(num_keys.astype(np.int32), device),
-        block_tables=to_device(np.ascontiguousarray(tables), device),
+        row_starts=to_device(row_starts, device),
+        key_starts=key_starts_there,
+        num_keys=keys_of,
+        block_tables=tables,
         key_at=key_at,
     )
 
@@ -193,7 +190,8 @@ def _part(step: PackedStep, sequences: list[list[int]], paged: bool) -> _Part:
 def _trial_error(
     variant: Variant, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> float:
-    """Largest difference from plain products over a step of a row, a block of rows, and a prompt."""
+    """Largest difference from plain products over a step of a row, a block of rows, and a prompt, with and without a
+    sliding window; NaN where there is one."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -211,18 +209,21 @@ def _trial_error(
     kv.values[0].copy_(noise(*kv.values[0].shape))
     rows = noise(step.input_ids.shape[1], heads, head_dim)
     scale = head_dim**-0.5
-    got = attend(variant, rows, kv.keys[0], kv.values[0], step, scale, None)
-    start, worst = 0, 0.0
-    for segment, (context, count, _) in zip(segments, sizes, strict=True):
-        blocks = torch.from_numpy(kv.block_tables[segment.slot]).long().to(device)
-        keys, values = (
-            pool[blocks].flatten(0, 1)[: context + count].float().repeat_interleave(heads // kv_heads, dim=1)
-            for pool in (kv.keys[0], kv.values[0])
-        )
-        scores = torch.einsum("mhd,lhd->hml", rows[start : start + count].float(), keys) * scale
-        places = torch.arange(context + count, device=device)
-        later = places > places[context:, None]
-        expected = torch.einsum("hml,lhd->mhd", scores.masked_fill(later, -torch.inf).softmax(-1), values)
-        worst = max(worst, float((got[start : start + count].float() - expected).abs().max()))
-        start += count
-    return worst
+    errors = []
+    for window in (None, 20):
+        got = attend(variant, rows, kv.keys[0], kv.values[0], step, scale, window)
+        start = 0
+        for segment, (context, count, _) in zip(segments, sizes, strict=True):
+            blocks = torch.from_numpy(kv.block_tables[segment.slot]).long().to(device)
+            keys, values = (
+                pool[blocks].flatten(0, 1)[: context + count].float().repeat_interleave(heads // kv_heads, dim=1)
+                for pool in (kv.keys[0], kv.values[0])
+            )
+            scores = torch.einsum("mhd,lhd->hml", rows[start : start + count].float(), keys) * scale
+            places = torch.arange(context + count, device=device)
+            behind = places[context:, None] - places
+            hidden = (behind < 0) | (behind >= (window or len(places)))
+            expected = torch.einsum("hml,lhd->mhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+            errors.append((got[start : start + count].float() - expected).abs().max())
+            start += count
+    return float(torch.stack(errors).max())

@@ -85,6 +85,8 @@ class PrefixCache:
 
     def _touch(self, sequence: Sequence) -> None:
         """The chunks of what the row has computed were used just now."""
+        if not self._enabled:
+            return
         for digest in reversed(self._digests(sequence)[: sequence.num_computed // self.grain]):
             if digest in self._chunks:
                 self._chunks.move_to_end(digest)

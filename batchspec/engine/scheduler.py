@@ -6,6 +6,8 @@ import logging
 from collections import deque
 from itertools import pairwise
 
+import torch
+
 from batchspec.engine.kv_cache import KVCache, blocks_for
 from batchspec.engine.packed import Segment
 from batchspec.engine.prefix_cache import PrefixCache
@@ -34,6 +36,8 @@ class Scheduler:
         step_prefill_tokens: int,
         shares_prefixes: bool = True,
     ) -> None:
+        if step_prefill_tokens < prefill_chunk_tokens:
+            raise ValueError(f"a step takes {step_prefill_tokens} prompt tokens, less than a chunk")
         self.live: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
@@ -81,13 +85,15 @@ class Scheduler:
         self._sum_output_tokens += sequence.num_output_tokens
         self._num_finished += 1
 
-    def shrink_batch(self) -> bool:
-        """The device's memory did not last for a step: the newest row gives way, and no more rows than are left will be
-        live from here. False where there is one alone."""
-        if len(self.live) < 2:
+    def shrink_batch(self, rows: list[StepRow]) -> bool:
+        """The device's memory did not last for a step of these rows: the newest of them gives way, and no more rows
+        than are left will be live from here. False where there is one alone."""
+        if len(rows) < 2:
             return False
-        self._preempt(self.live[-1])
+        tried = {id(row.sequence) for row in rows}
+        self._preempt(next(sequence for sequence in reversed(self.live) if id(sequence) in tried))
         self._max_batch = len(self.live)
+        torch.cuda.empty_cache()
         logger.warning("out of device memory: at most %d rows are live from here", self._max_batch)
         return True
 

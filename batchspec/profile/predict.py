@@ -87,20 +87,47 @@ def step_seconds(cost: StepCost, rows: Sequence[tuple[float, Step]], context_tok
     return seconds
 
 
+@dataclass(frozen=True)
+class BatchStep:
+    """A step of a whole batch: the tokens that it writes, the positions that it computes, the rows that draft at each
+    depth, and its seconds, with what a draft model has to read of prompts for the tokens that are written."""
+
+    tokens: float
+    positions: float
+    draft_rows: tuple[float, ...]
+    seconds: float
+
+
+def batch_step(
+    cost: StepCost, classes: Sequence[ClassOptions], occupancy: int, routes: Mapping[str, Route]
+) -> BatchStep:
+    """A step of these classes' own mix at this many live rows, each class on its route."""
+    options = [c for c in classes if c.weight > 0]
+    whole = sum(c.weight for c in options)
+    rows = [(occupancy * c.weight / whole, expected_step(c, routes[c.request_class])) for c in options]
+    context = sum(c.weight * c.context_tokens for c in options) / whole
+    seconds = step_seconds(cost, rows, context)
+    for c, (count, step) in zip(options, rows, strict=True):
+        if any(step.draft_depths):
+            seconds += count * step.tokens * c.catch_up * cost.draft_prefill_per_token
+    return BatchStep(
+        tokens=sum(count * step.tokens for count, step in rows),
+        positions=sum(count * step.positions for count, step in rows),
+        draft_rows=tuple(
+            sum(count * step.draft_depths[depth] for count, step in rows) for depth in range(MAX_SPECULATIVE_TOKENS)
+        ),
+        seconds=seconds,
+    )
+
+
 def throughput(
     cost: StepCost, classes: Sequence[ClassOptions], occupancy: int, route_of: Callable[[str, int], Route]
 ) -> tuple[float, float]:
     """Tokens per row and step, and decode tokens per second, of these classes' own mix at this many live rows."""
-    options = [c for c in classes if c.weight > 0]
-    whole = sum(c.weight for c in options)
-    rows = [(occupancy * c.weight / whole, expected_step(c, route_of(c.request_class, occupancy))) for c in options]
-    context = sum(c.weight * c.context_tokens for c in options) / whole
-    tokens = sum(count * step.tokens for count, step in rows)
-    seconds = step_seconds(cost, rows, context)
-    for c, (count, step) in zip(options, rows, strict=True):
-        if any(step.draft_depths):  # the draft model reads the prompt once, and all tokens that are written pay for it
-            seconds += count * step.tokens * c.catch_up * cost.draft_prefill_per_token
-    return tokens / occupancy, tokens / seconds
+    step = batch_step(
+        cost, classes, occupancy, {c.request_class: route_of(c.request_class, occupancy) for c in classes}
+    )
+    return step.tokens / occupancy, step.tokens / step.seconds
 
 
 def _depth(option: Option, route: Route) -> int:

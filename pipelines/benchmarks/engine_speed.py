@@ -31,14 +31,19 @@ from batchspec.accounting.cost import StepAttributionRule
 from batchspec.config import EngineConfig, InputConfig, RunConfig
 from batchspec.engine import cpu
 from batchspec.engine.load import load_torch_engine
+from batchspec.engine.model import load_model
 from batchspec.pipeline.measuring import readable_rows
 from batchspec.profile.policy import StaticPolicy
 from batchspec.profile.scope import ListSource
 from batchspec.types import Completion, Method, Route, SamplingParams
 
+Sizes = tuple[int, int, int]
 
-def run_ours(workload: Workload, path: Path, args: argparse.Namespace, shares: bool) -> tuple[dict[str, Any], Any, Any]:
-    """One cold run: seconds, tokens, cached tokens; and the engine with its completions."""
+
+def run_ours(
+    workload: Workload, path: Path, args: argparse.Namespace, shares: bool
+) -> tuple[dict[str, Any], list[Completion]]:
+    """One cold run: seconds, tokens, cached tokens; and its completions."""
     config = EngineConfig(model=args.model, dtype="bfloat16", max_batch=workload.batch, no_shared_prefixes=not shares)
     engine = load_torch_engine(config, args.device, args.threads, 1.0, StepAttributionRule())
     sampling = SamplingParams(max_new_tokens=workload.max_new_tokens)
@@ -54,7 +59,7 @@ def run_ours(workload: Workload, path: Path, args: argparse.Namespace, shares: b
         "input_tokens": sum(o.input_tokens for o in done),
         "cached_input_tokens": sum(o.cached_input_tokens for o in done),
     }
-    return figures, engine, done
+    return figures, done
 
 
 def run_peer(command: str, workload: Workload, path: Path, model: str, threads: int) -> dict[str, Any] | None:
@@ -70,36 +75,33 @@ def run_peer(command: str, workload: Workload, path: Path, model: str, threads: 
     return found
 
 
-def measure(workload: Workload, path: Path, args: argparse.Namespace, machines: list[Machine]) -> dict[str, Any]:
-    """Every contender in turn, `--repeats` times over. What the machine can do is measured beside, into `machines`."""
+def measure(workload: Workload, path: Path, args: argparse.Namespace) -> tuple[dict[str, Any], list[Sizes]]:
+    """Every contender in turn, `--repeats` times over; and the (input, output, cached input) tokens of our rows."""
     runs: dict[str, list[dict[str, Any]]] = {}
-    least = 0.0
+    sizes: list[Sizes] = []
     for _ in range(args.repeats):
         settings = {"batchspec": True}
         if workload.name == "shared-prefix-100":
             settings["batchspec, reuse off"] = False
         for name, shares in settings.items():
-            figures, engine, done = run_ours(workload, path, args, shares)
-            add(runs, name, figures)
-            if args.device == "cpu" and shares and cpu.unavailable_reason() is None:
-                machines.append(measure_machine(engine.parts.model, args.threads))
+            figures, done = run_ours(workload, path, args, shares)
+            add(runs, workload.name, name, figures)
+            if shares:
                 sizes = [(o.input_tokens, o.output_tokens, o.cached_input_tokens) for o in done]
-                least = least_seconds(engine.parts.model, best(machines), sizes, workload.batch)
-            del engine
         for peer in args.peers:
             name, _, command = peer.partition("=")
             figures_of_peer = run_peer(command, workload, path, args.model, args.threads)
             if figures_of_peer is not None:
-                add(runs, name, figures_of_peer)
-    return {"workload": workload.name, "batch": workload.batch, "least_seconds": least, "runs": runs}
+                add(runs, workload.name, name, figures_of_peer)
+    return {"workload": workload.name, "batch": workload.batch, "runs": runs}, sizes
 
 
-def add(runs: dict[str, list[dict[str, Any]]], name: str, figures: dict[str, Any]) -> None:
-    """Keep and print a run, with how many times as fast as it the run of batchspec before it was."""
+def add(runs: dict[str, list[dict[str, Any]]], workload: str, name: str, figures: dict[str, Any]) -> None:
+    """Keep and print a run, with our own speed in the same round as a multiple of its."""
     ours = figures if name == "batchspec" else runs["batchspec"][-1]
     rates = [run["output_tokens"] / run["seconds"] for run in (ours, figures)]
     runs.setdefault(name, []).append({**figures, "engine": name, "batchspec_is": rates[0] / rates[1]})
-    print(json.dumps(runs[name][-1]), flush=True)
+    print(json.dumps({"workload": workload, **runs[name][-1]}), flush=True)
 
 
 def table(results: list[dict[str, Any]], machine: Machine | None, versions: dict[str, str]) -> str:
@@ -154,12 +156,22 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     versions = {name: metadata.version(name) for name in ("batchspec", "torch", "transformers")}
     results: list[dict[str, Any]] = []
+    model = load_model(Path(args.model), "bfloat16", torch.device(args.device))  # to measure the machine by
+    measures = args.device == "cpu" and cpu.unavailable_reason() is None
     machines: list[Machine] = []
+    sizes_of: list[list[Sizes]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.workloads.split(","):
             path = write_workload(WORKLOADS[name], args.input, tokenizer, Path(folder))
-            results.append(measure(WORKLOADS[name], path, args, machines))
+            if measures:
+                machines.append(measure_machine(model, args.threads))
+            result, sizes = measure(WORKLOADS[name], path, args)
+            results.append(result)
+            sizes_of.append(sizes)
             machine = best(machines) if machines else None
+            for result, sizes in zip(results, sizes_of, strict=True):
+                least = 0.0 if machine is None else least_seconds(model, machine, sizes, result["batch"])
+                result["least_seconds"] = least
             text = table(results, machine, versions)
             if args.json:
                 figures = {"machine": machine and machine.as_json(), "versions": versions, "results": results}

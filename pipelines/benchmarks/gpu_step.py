@@ -71,11 +71,15 @@ def free_bytes(device: torch.device) -> int:
 
 
 def attention_of(model: PackedModel) -> str:
+    if model.device.type != "cuda":
+        return "the CPU's kernels"
     config, layer = model.module.config, model.layers[0]
     query = torch.zeros(1, config.num_attention_heads, 1, layer.key_dim, device=model.device, dtype=model.dtype)
     key = query[:, : layer.num_kv_heads]
     variant = flash.variant_for(query, key, key, None)
-    return "no flash kernel" if variant is None else f"flash, {'paged' if variant.paged else 'gathered'}"
+    if variant is None:
+        return "padded products"
+    return f"{variant.kernels or 'FA2'}, {'paged' if variant.paged else 'gathered'}"
 
 
 def main() -> None:

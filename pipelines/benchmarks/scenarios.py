@@ -9,7 +9,7 @@ tail: 40 rows, one of which writes far longer than the others: wall clock, route
 grid: tokens per second by class, method, draft length and live rows, beside what the profile predicts.
 budget: live rows where answers of 60 tokens were allowed 2,048, against 64.
 sampled: tokens per second at temperature 0.8 and top-p 0.95, against greedy.
-waste: the share of the live rows' KV blocks that holds no token.
+waste: the share of the live rows' KV blocks that holds no token, and what is kept of prompts beside them.
 lookup: what prompt lookup costs a row in a step, by length of context.
 """
 
@@ -205,14 +205,18 @@ def waste(args: argparse.Namespace, rows: list[Request]) -> None:
     scheduler, kv = engine.parts.scheduler, engine.parts.kv
 
     class Watched(StaticPolicy):
-        num_tokens = num_places = 0
+        num_tokens = num_places = num_kept = 0
 
         def observe(self, step: StepReport) -> None:
             Watched.num_tokens += sum(sequence.num_computed for sequence in scheduler.live)
+            held = set(kv.block_tables[kv.block_tables > 0].tolist())
             Watched.num_places += np.count_nonzero(kv.block_tables) * BLOCK_TOKENS
+            Watched.num_kept += len(set(scheduler.prefixes.kept_blocks) - held) * BLOCK_TOKENS
 
     decode(engine, rows, Watched(Route(Method.TARGET_ONLY)))
+    kept = Watched.num_kept / Watched.num_places
     print(f"waste: {1 - Watched.num_tokens / Watched.num_places:.1%} of the live rows' KV blocks hold no token")
+    print(f"kept of prompts for rows to come: {kept:.1%} as many blocks as live rows have")
 
 
 def lookup(args: argparse.Namespace, rows: list[Request]) -> None:

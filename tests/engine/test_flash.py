@@ -64,22 +64,23 @@ def documented_varlen_attn(
 
 
 @pytest.fixture
-def activated(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """The kernels of other packages as they are put in force: FA3 is there, FA4 is not; None: torch's own."""
-    found: list[str | None] = []
+def kernels_used(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The kernels in force, one after the other: FA3 can be had, FA4 cannot; None: torch's own."""
+    used: list[str | None] = [None]
 
     def activate(name: str) -> None:
         if name == "FA4":
             raise ModuleNotFoundError("no module named flash_attn.cute")
-        found.append(name)
+        used.append(name)
 
     monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
-    monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", lambda: found.append(None))
-    return found
+    monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: used[-1])
+    monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", lambda: used.append(None))
+    return used
 
 
 @pytest.fixture
-def varlen_attn(monkeypatch: pytest.MonkeyPatch, activated: list[str | None]) -> Iterator[None]:
+def varlen_attn(monkeypatch: pytest.MonkeyPatch, kernels_used: list[str | None]) -> Iterator[None]:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented_varlen_attn)
     monkeypatch.setattr(flash, "_DTYPES", (torch.float32,))
     flash._tried.cache_clear()
@@ -122,7 +123,7 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("heads", [(3, 3), (6, 2)])
 @pytest.mark.parametrize("window", [None, 1, 24])
-@pytest.mark.parametrize("variant", [flash._PAGED, *flash._GATHERED])
+@pytest.mark.parametrize("variant", flash._VARIANTS[1:])
 @pytest.mark.parametrize("most_gathered_keys", [1, 100, 2**18])
 @pytest.mark.usefixtures("varlen_attn")
 def test_flash_kernels_are_asked_for_what_padded_products_compute(
@@ -146,7 +147,7 @@ def first_found(dtype: torch.dtype = torch.float32, head_dim: int = 16) -> flash
 
 
 @pytest.mark.usefixtures("varlen_attn")
-def test_the_first_way_that_runs_is_taken(monkeypatch: pytest.MonkeyPatch, activated: list[str | None]) -> None:
+def test_the_first_way_that_runs_is_taken(monkeypatch: pytest.MonkeyPatch, kernels_used: list[str | None]) -> None:
     def without(*missing: str) -> Any:
         def kernel(*arguments: Any, **keywords: Any) -> torch.Tensor:
             if not keywords.keys().isdisjoint(missing):
@@ -155,27 +156,43 @@ def test_the_first_way_that_runs_is_taken(monkeypatch: pytest.MonkeyPatch, activ
 
         return kernel
 
-    assert first_found() == flash.Variant(True, (("num_splits", 1),))
-    assert activated == ["FA3"]
+    assert first_found() == flash.Variant("FA3", True)
     for missing, expected in (
-        (("block_table",), flash.Variant(False, (("num_splits", 1),))),
-        (("num_splits",), flash.Variant(False, ())),
+        (("block_table",), flash.Variant(None, False)),
+        (("block_table", "num_splits"), flash.Variant(None, False, ())),
         (("scale",), None),
     ):
         flash._tried.cache_clear()
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", without(*missing))
-        activated.clear()
         assert first_found() == expected
-        assert activated == ["FA3", None]
+        assert kernels_used[-1] is None
+
+
+@pytest.mark.usefixtures("varlen_attn")
+def test_each_model_gets_the_kernels_that_were_tried_for_it(kernels_used: list[str | None]) -> None:
+    torch.manual_seed(0)
+    step = step_of(SIZES[0], 2, 16)
+    rows = torch.randn(step.input_ids.shape[1], 6, 16)
+    for variant in (flash.Variant("FA3", True), flash.Variant(None, False), flash.Variant("FA3", True)):
+        flash.attend(variant, rows, step.kv.keys[0], step.kv.values[0], step, 0.3, None)
+        assert kernels_used[-1] == variant.kernels
 
 
 @pytest.mark.usefixtures("varlen_attn")
 def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*arguments: Any, **keywords: Any) -> torch.Tensor:
+    def short(*arguments: Any, **keywords: Any) -> torch.Tensor:
         return documented_varlen_attn(*arguments, **keywords | {"window_size": (0, 0)})
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong)
-    assert first_found() is None
+    def no_window(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        return documented_varlen_attn(*arguments, **keywords | {"window_size": (-1, 0)})
+
+    def nan(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.full_like(query, torch.nan)
+
+    for wrong in (short, no_window, nan):
+        flash._tried.cache_clear()
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong)
+        assert first_found() is None
 
 
 @pytest.mark.usefixtures("varlen_attn")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 from batchspec.engine import memory
-from batchspec.engine.packed import Segment
-from batchspec.types import Completion
+from batchspec.types import Method
 from tests.engine.test_exactness import answers, output_ids, random_prompts
-from tests.engine.tiny import build_module, make_engine, requests_for, run
+from tests.engine.test_sampling import draft_engine, noisy_copy
+from tests.engine.tiny import FixedRoute, build_module, make_engine, requests_for, run
 
 MEMINFO = "MemTotal:       16000000 kB\nMemAvailable:    8000000 kB\n"
 GIB = 2**30
@@ -83,27 +82,37 @@ def test_a_kernel_without_huge_pages_serves_tensors_all_the_same(monkeypatch: py
     assert memory.zeros((70, 2**20), torch.uint8).sum() == 0
 
 
+@pytest.mark.parametrize("where", ["forward", "accept"])
+@pytest.mark.parametrize("method", [Method.TARGET_ONLY, Method.PROMPT_LOOKUP, Method.DRAFT_MODEL])
 def test_a_batch_that_the_device_cannot_hold_shrinks_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    method: Method, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module, prompts = build_module("llama"), random_prompts(3, 9)
-    engine = make_engine(module, max_batch=8)
-    forward, most_rows = type(engine.parts.model).forward, []
+    module, prompts = build_module("llama"), [f"a start that all rows share: {end}" for end in random_prompts(3, 9)]
+    engine = draft_engine(module, noisy_copy(module, 0.1), chunk=16)
+    most_rows: list[int] = []
 
-    def small(self: Any, segments: Sequence[Segment], kv: Any) -> torch.Tensor:
-        live = {segment.slot for segment in segments}
-        if len(live) > 3:
-            raise torch.OutOfMemoryError("out of memory")
-        most_rows.append(len(live))
-        return forward(self, segments, kv)
+    def with_three_rows_at_most(call: Any, slots_of: Any) -> Any:
+        def limited(*arguments: Any) -> Any:
+            found = call(*arguments)  # what was written until memory ended is not taken back
+            most_rows.append(len(slots_of(*arguments)))
+            if most_rows[-1] > 3:
+                most_rows.pop()
+                raise torch.OutOfMemoryError("out of memory")
+            return found
 
-    monkeypatch.setattr(type(engine.parts.model), "forward", small)
+        return limited
+
+    if where == "forward":
+        forward = with_three_rows_at_most(engine.parts.model.forward, lambda segments, kv: {s.slot for s in segments})
+        object.__setattr__(engine.parts.model, "forward", forward)
+    else:
+        rule = engine.parts.rule
+        rule.blocks = with_three_rows_at_most(rule.blocks, lambda logits, rows: rows)
     with caplog.at_level(logging.WARNING):
-        outcomes = run(engine, requests_for(prompts, max_new_tokens=24))
+        outcomes = run(engine, requests_for(prompts, max_new_tokens=24), FixedRoute(method, 3))
     assert output_ids(outcomes) == answers(module, prompts, 24)
     assert max(most_rows) == 3
-    assert "at most 3 rows are live from here" in caplog.text
-    assert all(isinstance(outcome, Completion) for outcome in outcomes.values())
+    assert "rows are live from here" in caplog.text
 
 
 def test_a_row_that_does_not_fit_alone_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from batchspec.engine.engine import TorchEngine
 from batchspec.engine.packed import Segment
+from batchspec.engine.sequence import Sequence as LiveRow
 from batchspec.types import Completion, Method, Request, SamplingParams
 from tests.engine.test_exactness import ids_of
 from tests.engine.tiny import FixedRoute, build_module, generate, make_engine, requests_for, run
@@ -146,10 +147,17 @@ def test_a_long_prefix_outlives_the_row_that_computed_it_even_where_one_row_is_l
 
 
 def test_what_is_given_up_to_admit_a_row_is_not_counted_as_shared_by_it() -> None:
-    """Two waiting rows whose own prefix is all that can be given up: they are admitted one after the other."""
-    module = build_module("llama")
-    prompts = ["a tale of two rows that share their start, " * 4 + tail for tail in ("x", "y", "z")]
-    engine = make_engine(module, max_batch=3, chunk=32, num_blocks=18)
-    outcomes = answers(engine, requests_for(prompts, max_new_tokens=150))
-    for prompt, outcome in zip(prompts, outcomes, strict=True):
-        assert list(outcome.token_ids) == generate(module, ids_of(prompt), 150)
+    """The only blocks that could be freed for the row are those that it was to share: it does not fit."""
+    engine = make_engine(build_module("llama"), max_batch=2, chunk=32, num_blocks=1 + 6)
+    scheduler, kv = engine.parts.scheduler, engine.parts.kv
+    ids = ids_of("x" * 97)
+    run(engine, [Request(0, prompt="x" * 97, sampling=SamplingParams(max_new_tokens=1))])
+    assert len(scheduler.prefixes.kept_blocks) == 3
+    sampling = SamplingParams(max_new_tokens=1)
+    other = LiveRow(Request(1, prompt="y", sampling=sampling), "c", [5], 1, admitted_at=0.0)
+    scheduler.admit(other)
+    assert kv.reserve(other.slot, 3 * 32)
+    waiting = LiveRow(Request(2, prompt="x" * 97, sampling=sampling), "c", ids, len(ids), admitted_at=0.0)
+    assert kv.num_free_blocks == 0
+    assert scheduler.prefixes.known_tokens(waiting) == 96
+    assert not scheduler.fits(waiting)

@@ -317,6 +317,42 @@ def test_reading_long_prompts_for_short_answers_counts_against_a_draft_model() -
     assert one(replace(options, catch_up=25.0), 1, cost, ALL).route.method is Method.TARGET_ONLY
 
 
+def drafting(reach: tuple[float, ...], catch_up: float) -> tuple[ClassOptions, StepCost]:
+    """A class that only a draft model serves: 2 ms a forward, 0.1 ms a prompt token."""
+    options = ClassOptions("c", 1.0, 100.0, {(Method.DRAFT_MODEL, 0): (Option(1.0, reach, None),)}, catch_up)
+    return options, replace(COST, draft=Curve((1, 64), (0.002, 0.002)), draft_prefill_per_token=0.0001)
+
+
+def drafting_rate(options: ClassOptions, cost: StepCost, k: int) -> float:
+    route = Route(Method.DRAFT_MODEL, k) if k else Route(Method.TARGET_ONLY)
+    return throughput(cost, [options], 1, lambda label, n: route)[1]
+
+
+@pytest.mark.parametrize("catch_up", [0.0, 40.0, 120.0])
+@pytest.mark.parametrize("ratio", [0.6, 0.75, 0.9])
+def test_the_depth_of_a_draft_model_is_what_a_search_over_whole_steps_finds(ratio: float, catch_up: float) -> None:
+    options, cost = drafting(tuple(ratio**depth for depth in range(1, 9)), catch_up)
+    best = max(range(9), key=lambda k: drafting_rate(options, cost, k))
+    decided = one(options, 1, cost, ALL).route.num_speculative_tokens
+    assert drafting_rate(options, cost, decided) >= 0.99 * drafting_rate(options, cost, best)
+    assert (decided > 0) == (best > 0)
+
+
+def test_the_break_even_of_a_draft_model_counts_all_that_it_takes() -> None:
+    """Where a draft model is as fast as no draft model, what is accepted is the break-even."""
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        options, cost = drafting((middle,) * 4, catch_up=20.0)
+        low, high = (
+            (low, middle) if drafting_rate(options, cost, 4) > drafting_rate(options, cost, 0) else (middle, high)
+        )
+    options, cost = drafting((1.15 * high,) * 4, catch_up=20.0)
+    decision = one(options, 1, cost, ALL)
+    assert decision.route.num_speculative_tokens == 4
+    assert decision.break_even == pytest.approx(high, rel=0.1)
+
+
 reaches = st.lists(st.floats(0.05, 1.0), min_size=8, max_size=8).map(lambda ps: tuple(accumulate(ps, mul)))
 
 
