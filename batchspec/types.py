@@ -99,7 +99,9 @@ class Request:
 class Route:
     """How a row is decoded in one step, and why. `min_match_tokens` concerns prompt lookup, and so does
     `num_tokens_by_grade`: entry g is how much to propose after a match of grade g, where that depends on it.
-    `num_draft_tokens` is how deep the draft model goes under lookup_then_draft, where that is another depth."""
+    `num_draft_tokens` is how deep the draft model goes under lookup_then_draft, where that is another depth. A draft
+    model is not asked where it would first have to read more than `most_lag_per_token` tokens for each that the row may
+    still write."""
 
     method: Method
     num_speculative_tokens: int = 0
@@ -107,6 +109,7 @@ class Route:
     min_match_tokens: int = 2
     num_tokens_by_grade: tuple[int, ...] = ()
     num_draft_tokens: int | None = None
+    most_lag_per_token: float | None = None
 
     def tokens_for_match(self, grade: int) -> int:
         """Most tokens to propose after a match of this grade."""

@@ -8,7 +8,7 @@ P > t Y / T, the break-even. Doubt counts against speculation: P is a lower boun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchspec.config import MAX_SPECULATIVE_TOKENS
 from batchspec.ngrams import NUM_GRADES
@@ -104,10 +104,14 @@ def _settle(
         positions = (prices.positions + step.positions) / 2
         is_settled = decisions.keys() == before.keys() and abs(rate / prices.tokens_per_second - 1) < _SETTLED
         prices = _Prices(rate, positions, _per_position(options, cost, occupancy, positions), step.draft_rows)
-        if is_settled and all(decision.route == before[label].route for label, decision in decisions.items()):
+        if is_settled and all(_depths(d.route) == _depths(before[label].route) for label, d in decisions.items()):
             break
         before = decisions
     return _Settled(decisions, speed, prices)
+
+
+def _depths(route: Route) -> tuple[object, ...]:
+    return route.method, route.min_match_tokens, route.num_tokens_by_grade, route.num_draft_tokens
 
 
 def _plain_prices(options: Sequence[ClassOptions], cost: StepCost, occupancy: int) -> _Prices:
@@ -156,6 +160,10 @@ def _choose(c: ClassOptions, cost: StepCost, occupancy: int, prices: _Prices, me
         if gain > best and proposed:
             needed = (paid + reading + asking) / (1 - reading) / proposed
             best, decision = gain, _decision(c, method, least_match, depths, occupancy, needed)
+            if reading:
+                pays_until = (written - paid - asking) / (written + 1)  # a token's share in what is read
+                most_lag = pays_until / rate / cost.draft_prefill_per_token
+                decision = replace(decision, route=replace(decision.route, most_lag_per_token=most_lag))
     return decision
 
 

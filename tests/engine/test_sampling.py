@@ -17,7 +17,8 @@ from batchspec.engine.model import wrap_model
 from batchspec.engine.sampling import SampledRow, Sampler, find_candidates
 from batchspec.engine.sequence import Sequence as Row
 from batchspec.engine.sequence import StepRow
-from batchspec.types import Completion, Method, Proposal, Request, SamplingParams
+from batchspec.profile.scope import ListSource
+from batchspec.types import Completion, Method, Proposal, Request, Route, SamplingParams, StepReport
 from tests.engine.tiny import (
     FixedRoute,
     build_module,
@@ -127,6 +128,32 @@ def test_d12_a_draft_with_padded_or_narrower_logits_is_exact(draft_vocab: int) -
     draft = build_module("llama", seed=32, vocab_size=draft_vocab, pad_token_id=None)
     expected = ids(run(make_engine(module), requests(MIXED)))
     assert ids(run(draft_engine(module, draft), requests(MIXED), FixedRoute(Method.DRAFT_MODEL, 3))) == expected
+
+
+def test_a_draft_model_does_not_begin_to_read_what_the_rest_of_the_row_cannot_repay() -> None:
+    class Late:
+        """Target-only until so many tokens are written (as where many rows are live), then the draft model."""
+
+        def __init__(self, after: int) -> None:
+            self._steps_left = after
+
+        def route(self, request_class: str | None, occupancy: int) -> Route:
+            self._steps_left -= 1
+            drafts = Route(Method.DRAFT_MODEL, 3, most_lag_per_token=2.0)
+            return drafts if self._steps_left < 0 else Route(Method.TARGET_ONLY)
+
+        def observe(self, step: StepReport) -> None:
+            pass
+
+    module, prompt = build_module("llama"), "a prompt of forty tokens, give or take."
+    expected = generate(module, byte_tokenizer()(prompt)["input_ids"], 32)
+    for after, drafts in ((0, True), (4, True), (24, False)):
+        engine = draft_engine(module, module, max_batch=1)
+        row = Request(0, prompt=prompt, sampling=SamplingParams(max_new_tokens=32))
+        (outcome,) = engine.run(ListSource([row]), Late(after))
+        assert isinstance(outcome, Completion)
+        assert list(outcome.token_ids) == expected
+        assert (outcome.stats.num_draft_tokens > 0) == drafts
 
 
 def test_a_draft_with_a_shorter_context_declines_beyond_it() -> None:

@@ -338,6 +338,16 @@ def test_the_depth_of_a_draft_model_is_what_a_search_over_whole_steps_finds(rati
     assert (decided > 0) == (best > 0)
 
 
+def test_a_draft_model_is_limited_to_what_its_reading_pays_for() -> None:
+    options, cost = drafting((0.9, 0.8, 0.7), catch_up=20.0)
+    most_lag = one(options, 1, cost, ALL).route.most_lag_per_token
+    assert most_lag > 20.0
+    assert one(replace(options, catch_up=0.9 * most_lag), 1, cost, ALL).route.method is Method.DRAFT_MODEL
+    assert one(replace(options, catch_up=2 * most_lag), 1, cost, ALL).route.method is Method.TARGET_ONLY
+    free = replace(cost, draft_prefill_per_token=0.0)
+    assert one(options, 1, free, ALL).route.most_lag_per_token is None
+
+
 def test_the_break_even_of_a_draft_model_counts_all_that_it_takes() -> None:
     """Where a draft model is as fast as no draft model, what is accepted is the break-even."""
     low, high = 0.0, 1.0

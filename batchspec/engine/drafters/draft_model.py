@@ -94,11 +94,17 @@ class DraftModelDrafter:
         return agreed + [False] * (len(token_ids) - num_prompt_tokens - len(agreed))
 
     def _start(self, row: DraftRow) -> _Draft | None:
-        """Roll the row's state back to what is still text, and reserve its cache; None where that cannot be had."""
+        """Roll the row's state back to what is still text, and reserve its cache; None where that cannot be had, or
+        would take more than it brings."""
         length = len(row.token_ids)
         if row.num_tokens <= 0 or length + row.num_tokens > self.model.context_tokens:
             return None
         state = self._states.get(row.row_index)
+        lag = length - (0 if state is None else len(state.fed))
+        num_left = row.sampling.max_new_tokens - (length - row.num_prompt_tokens)
+        most_lag = row.route.most_lag_per_token
+        if most_lag is not None and lag > max(_SMALL_LAG, most_lag * num_left):
+            return None
         if state is None:
             state = self._states[row.row_index] = _DraftState(self.kv.acquire_slot())
         common = min(state.num_known, length - 1)
