@@ -67,10 +67,11 @@ def decide(
 
 @dataclass(frozen=True)
 class _Prices:
-    """What decides whether a position pays: tokens per second, seconds of one more position, and how many rows share a
-    draft model's forward at each depth (0: nobody knows yet)."""
+    """What decides whether a position pays: tokens per second, and those where nobody speculates, seconds of one more
+    position, and how many rows share a draft model's forward at each depth (0: nobody knows yet)."""
 
     tokens_per_second: float
+    plain_tokens_per_second: float
     positions: float
     per_position: float
     draft_rows: Sequence[float]
@@ -93,7 +94,7 @@ def _settle(
     options: Sequence[ClassOptions], cost: StepCost, occupancy: int, methods: frozenset[Method], prices: _Prices
 ) -> _Settled:
     """Every class's choice among these methods. Prices and the step depend on each other; a few rounds settle them."""
-    plain_rate = _plain_prices(options, cost, occupancy).tokens_per_second
+    plain_rate = prices.plain_tokens_per_second
     before: Mapping[str, Decision] = {}
     for _ in range(_ROUNDS):
         decisions = {c.request_class: _choose(c, cost, occupancy, prices, methods) for c in options}
@@ -103,7 +104,9 @@ def _settle(
         rate = (prices.tokens_per_second + max(plain_rate, speed)) / 2
         positions = (prices.positions + step.positions) / 2
         is_settled = decisions.keys() == before.keys() and abs(rate / prices.tokens_per_second - 1) < _SETTLED
-        prices = _Prices(rate, positions, _per_position(options, cost, occupancy, positions), step.draft_rows)
+        prices = _Prices(
+            rate, plain_rate, positions, _per_position(options, cost, occupancy, positions), step.draft_rows
+        )
         if is_settled and all(_depths(d.route) == _depths(before[label].route) for label, d in decisions.items()):
             break
         before = decisions
@@ -118,7 +121,7 @@ def _plain_prices(options: Sequence[ClassOptions], cost: StepCost, occupancy: in
     """Where nobody speculates."""
     rate = occupancy / cost.step_seconds(occupancy, occupancy, _context(options))
     per_position = _per_position(options, cost, occupancy, occupancy)
-    return _Prices(rate, float(occupancy), per_position, [0.0] * MAX_SPECULATIVE_TOKENS)
+    return _Prices(rate, rate, float(occupancy), per_position, [0.0] * MAX_SPECULATIVE_TOKENS)
 
 
 def _per_position(options: Sequence[ClassOptions], cost: StepCost, occupancy: int, positions: float) -> float:
@@ -160,9 +163,9 @@ def _choose(c: ClassOptions, cost: StepCost, occupancy: int, prices: _Prices, me
         if gain > best and proposed:
             needed = (paid + reading + asking) / (1 - reading) / proposed
             best, decision = gain, _decision(c, method, least_match, depths, occupancy, needed)
-            if reading:
-                pays_until = (written - paid - asking) / (written + 1)  # a token's share in what is read
-                most_lag = pays_until / rate / cost.draft_prefill_per_token
+            if reading:  # may take what writing the rest without it would take longer, and no more
+                saved = written / prices.plain_tokens_per_second - (paid + asking) / rate
+                most_lag = max(0.0, saved) / (written + 1) / cost.draft_prefill_per_token
                 decision = replace(decision, route=replace(decision.route, most_lag_per_token=most_lag))
     return decision
 
