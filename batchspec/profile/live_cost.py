@@ -10,8 +10,10 @@ from batchspec.types import StepReport
 # Steps after which what one told counts for 1/e: some seconds. A machine's speed changes within minutes.
 _MEMORY_STEPS = 300
 
-# The line is drawn anew after so many steps: routes that are derived of it take some milliseconds to find.
+# The line is drawn anew after so many steps, and followed where it moved by more than this share: routes that are
+# derived of it take some milliseconds to find.
 _STEPS_PER_UPDATE = 128
+_LEAST_CHANGE = 0.01
 
 # How much steps must differ in size, relative to their mean, before they tell of the slope as much as the profile does.
 _TELLING_SPREAD = 0.1
@@ -49,7 +51,11 @@ class LiveStepCost:
         self._steps += 1
         if self._steps % _STEPS_PER_UPDATE:
             return False
-        self._draw_line()
+        before, now = self.cost, self._by_line()
+        moved = [abs(new / old - 1) for new, old in zip(now.target.seconds, before.target.seconds, strict=True)]
+        if max(moved) <= _LEAST_CHANGE:
+            return False
+        self.cost = now
         return True
 
     def _add(self, expected: float, taken: float) -> None:
@@ -64,14 +70,14 @@ class LiveStepCost:
         self._variance = (1 - share) * (self._variance + share * x * x)
         self._covariance = (1 - share) * (self._covariance + share * x * y)
 
-    def _draw_line(self) -> None:
+    def _by_line(self) -> StepCost:
         held = (_TELLING_SPREAD * self._mean_expected) ** 2
         level = self._mean_taken / self._mean_expected
         self._slope = max(0.0, (self._covariance + held * level) / (self._variance + held))
         offset = self._mean_taken - self._slope * self._mean_expected
         profiled = self._profiled
         seconds = [max(level * s / _MOST_EXTRAPOLATED, self._slope * s + offset) for s in profiled.target.seconds]
-        self.cost = replace(
+        return replace(
             profiled.scaled(level),  # what is not seen of the run, such as a draft model's forwards
             target=Curve(profiled.target.counts, tuple(seconds)),
             per_kv_token=self._slope * profiled.per_kv_token,

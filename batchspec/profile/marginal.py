@@ -28,7 +28,7 @@ _LEAST_GAIN = 0.005
 
 # Rounds until choices and prices agree, unless they do before: then the rate changes by less than this share.
 _ROUNDS = 12
-_SETTLED = 1e-3
+_SETTLED = 5e-3
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,8 @@ def _choose(c: ClassOptions, cost: StepCost, occupancy: int, prices: _Prices, me
     """The setting, and how deep per option, whose expected tokens exceed their cost in tokens by the most."""
     rate = prices.tokens_per_second
     best, decision = 0.0, _plain_decision(c, occupancy, prices)
+    copied = [rate * prices.per_position] * MAX_SPECULATIVE_TOKENS
+    drafted = [rate * seconds for seconds in _drafted_seconds(c, cost, occupancy, prices)]
     for setting in sorted(c.by_setting):
         method, least_match = setting
         if method not in methods:
@@ -151,12 +153,12 @@ def _choose(c: ClassOptions, cost: StepCost, occupancy: int, prices: _Prices, me
         asking = rate * cost.per_lookup if method in _ASKING else 0.0
         depths, written, paid, proposed = dict[int | None, int](), 0.0, 0.0, 0.0
         for option in c.by_setting[setting]:
-            by_depth = [rate * seconds for seconds in _seconds_by_depth(c, option, cost, occupancy, prices)]
-            depth = _best_depth(option, [p * (1 - reading) for p in option.reach], by_depth)
-            depths[option.grade] = depth
-            written += option.share * sum(option.reach[:depth])
-            paid += option.share * sum(by_depth[:depth])
-            proposed += option.share * depth
+            price = drafted if option.per_depth else copied
+            depth = depths[option.grade] = _best_depth(option, 1 - reading, price)
+            if depth:
+                written += option.share * sum(option.reach[:depth])
+                paid += option.share * sum(price[:depth])
+                proposed += option.share * depth
         gain = written * (1 - reading) - paid - reading - asking
         if method in _DRAFTING and not depths.get(None):
             continue  # it would never draft
@@ -170,22 +172,20 @@ def _choose(c: ClassOptions, cost: StepCost, occupancy: int, prices: _Prices, me
     return decision
 
 
-def _seconds_by_depth(
-    c: ClassOptions, option: Option, cost: StepCost, occupancy: int, prices: _Prices
-) -> Sequence[float]:
-    """What each position of a proposal takes: to verify it, and to draft it where that is a forward."""
-    if not option.per_depth:
-        return [prices.per_position] * len(option.reach)
-    sharing = [max(1.0, rows or occupancy) for rows in prices.draft_rows[: len(option.reach)]]
+def _drafted_seconds(c: ClassOptions, cost: StepCost, occupancy: int, prices: _Prices) -> list[float]:
+    """What each position of a drafted proposal takes: to verify it, and a row's share of the forward that drafts it."""
+    if cost.draft is None:
+        return []
+    sharing = [max(1.0, rows or occupancy) for rows in prices.draft_rows]
     return [prices.per_position + cost.draft_step_seconds(rows, c.context_tokens) / rows for rows in sharing]
 
 
-def _best_depth(option: Option, worth: Sequence[float], price: Sequence[float]) -> int:
-    """How many positions gain the most together. Of a proposal that is there at once, those before the first that does
-    not pay: later ones are worth less still."""
+def _best_depth(option: Option, kept: float, price: Sequence[float]) -> int:
+    """How many positions gain the most together, a token counting `kept`. Of a proposal that is there at once, those
+    before the first that does not pay: later ones are worth less still."""
     best, depth, running = 0.0, 0, 0.0
-    for position in range(len(worth)):
-        running += worth[position] - price[position]
+    for position, probability in enumerate(option.reach):
+        running += probability * kept - price[position]
         if running > best:
             best, depth = running, position + 1
         elif not option.per_depth:
