@@ -12,7 +12,7 @@ from batchspec.engine.probe import probe_batch_invariance
 from batchspec.types import Method
 from tests.engine.tiny import FixedRoute, build_module, make_engine, requests_for, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu
 
 WORDS = ["abc", "xyz", "12", "the ", "ok", " ", "é", "ab"]
 
