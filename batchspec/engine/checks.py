@@ -12,6 +12,7 @@ import torch
 from batchspec.engine import attention, cpu
 from batchspec.engine.kv_cache import KVCache, LayerShape, blocks_for
 from batchspec.engine.packed import Segment, forward_packed, pack
+from batchspec.engine.plain import plain_products
 from batchspec.errors import UnsupportedModelError
 
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -86,7 +87,7 @@ def record_layers(module: Any) -> tuple[LayerShape, ...]:
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register("batchspec_record", record)
-    with _attention_implementation(module, "batchspec_record"):
+    with _attention_implementation(module, "batchspec_record"), plain_products(module):
         module(input_ids=torch.zeros(1, 2, dtype=torch.long, device=module.device), use_cache=False)
 
     config = module.config.get_text_config()
@@ -111,7 +112,7 @@ def check_packed_forward(module: Any) -> tuple[LayerShape, ...]:
     vocab_size = module.get_output_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in (9, 14)]
-    with torch.inference_mode():
+    with torch.inference_mode(), plain_products(module):
         plain = [module(torch.tensor([row], device=module.device), use_cache=False).logits[0].float() for row in rows]
     module.set_attn_implementation(attention.ATTENTION_NAME)
     cpu.prepare_model(module, layers)

@@ -14,6 +14,7 @@ import torch
 
 from batchspec.engine.margins import support_margin, token_margin
 from batchspec.engine.model import DTYPES, stop_token_ids
+from batchspec.engine.plain import plain_products
 from batchspec.engine.processors import apply_processors
 from batchspec.engine.prompts import OutputDecoder, PromptEncoder, load_tokenizer
 from batchspec.engine.sampling import SampledRow, Sampler
@@ -179,12 +180,13 @@ class Reference:
         for start in range(0, len(tokens), _CHUNK_TOKENS):
             piece = tokens[start : start + _CHUNK_TOKENS]
             num_wanted = start + len(piece) - max(start, first_wanted)
-            logits = module(
-                input_ids=torch.tensor([piece], device=self._device),
-                use_cache=True,
-                logits_to_keep=max(1, num_wanted),
-                **cache,
-            ).logits[0]
+            with plain_products(module):
+                logits = module(
+                    input_ids=torch.tensor([piece], device=self._device),
+                    use_cache=True,
+                    logits_to_keep=max(1, num_wanted),
+                    **cache,
+                ).logits[0]
             if num_wanted > 0:
                 yield max(start, first_wanted) - first_wanted, logits
 

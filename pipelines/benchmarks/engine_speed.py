@@ -1,5 +1,8 @@
 """The engine on every workload, interleaved with its peers, each as a fraction of what this machine allows.
 
+What it allows is measured right before and right after each of our runs, since it changes from minute to minute; the
+better of the two counts.
+
   python pipelines/benchmarks/engine_speed.py INPUT --model DIR [--workloads batch-32,batch-1] [--repeats 3]
     [--peers 'vllm=.venv-vllm/bin/python PEERS.py --engine vllm'] [--json FILE] [--table FILE]
 
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,13 +35,11 @@ from batchspec.accounting.cost import StepAttributionRule
 from batchspec.config import EngineConfig, InputConfig, RunConfig
 from batchspec.engine import cpu
 from batchspec.engine.load import load_torch_engine
-from batchspec.engine.model import load_model
+from batchspec.engine.model import PackedModel, load_model
 from batchspec.pipeline.measuring import readable_rows
 from batchspec.profile.policy import StaticPolicy
 from batchspec.profile.scope import ListSource
 from batchspec.types import Completion, Method, Route, SamplingParams
-
-Sizes = tuple[int, int, int]
 
 
 def run_ours(
@@ -75,44 +77,54 @@ def run_peer(command: str, workload: Workload, path: Path, model: str, threads: 
     return found
 
 
-def measure(workload: Workload, path: Path, args: argparse.Namespace) -> tuple[dict[str, Any], list[Sizes]]:
-    """Every contender in turn, `--repeats` times over; and the (input, output, cached input) tokens of our rows."""
+def measure(workload: Workload, path: Path, args: argparse.Namespace, model: PackedModel | None) -> dict[str, Any]:
+    """Every contender in turn, `--repeats` times over. `model` is what the machine is measured by, if it is."""
     runs: dict[str, list[dict[str, Any]]] = {}
-    sizes: list[Sizes] = []
+    machines: list[Machine] = []
     for _ in range(args.repeats):
-        settings = {"batchspec": True}
+        before = None if model is None else measure_machine(model, args.threads)
+        figures, done = run_ours(workload, path, args, shares=True)
+        least = float("nan")
+        if model is not None and before is not None:
+            machines.append(best([before, measure_machine(model, args.threads)]))
+            sizes = [(o.input_tokens, o.output_tokens, o.cached_input_tokens) for o in done]
+            least = least_seconds(model, machines[-1], sizes, workload.batch)
+        add(runs, workload.name, "batchspec", figures, least)
         if workload.name == "shared-prefix-100":
-            settings["batchspec, reuse off"] = False
-        for name, shares in settings.items():
-            figures, done = run_ours(workload, path, args, shares)
-            add(runs, workload.name, name, figures)
-            if shares:
-                sizes = [(o.input_tokens, o.output_tokens, o.cached_input_tokens) for o in done]
+            figures, _ = run_ours(workload, path, args, shares=False)
+            add(runs, workload.name, "batchspec, reuse off", figures, least)
         for peer in args.peers:
             name, _, command = peer.partition("=")
             figures_of_peer = run_peer(command, workload, path, args.model, args.threads)
             if figures_of_peer is not None:
-                add(runs, workload.name, name, figures_of_peer)
-    return {"workload": workload.name, "batch": workload.batch, "runs": runs}, sizes
+                add(runs, workload.name, name, figures_of_peer, least)
+    machine = [m.as_json() for m in machines]
+    return {"workload": workload.name, "batch": workload.batch, "machine": machine, "runs": runs}
 
 
-def add(runs: dict[str, list[dict[str, Any]]], workload: str, name: str, figures: dict[str, Any]) -> None:
-    """Keep and print a run, with our own speed in the same round as a multiple of its."""
+def add(
+    runs: dict[str, list[dict[str, Any]]], workload: str, name: str, figures: dict[str, Any], least_seconds: float
+) -> None:
+    """Keep and print a run: the least time as a fraction of it, and our own speed in the same round as a multiple."""
     ours = figures if name == "batchspec" else runs["batchspec"][-1]
     rates = [run["output_tokens"] / run["seconds"] for run in (ours, figures)]
-    runs.setdefault(name, []).append({**figures, "engine": name, "batchspec_is": rates[0] / rates[1]})
-    print(json.dumps({"workload": workload, **runs[name][-1]}), flush=True)
+    of_least = least_seconds / figures["seconds"]
+    run = {**figures, "engine": name, "of_the_least_time": of_least, "batchspec_is": rates[0] / rates[1]}
+    runs.setdefault(name, []).append(run)
+    print(json.dumps({"workload": workload, **run}), flush=True)
 
 
-def table(results: list[dict[str, Any]], machine: Machine | None, versions: dict[str, str]) -> str:
-    limits = (
-        ""
-        if machine is None
-        else (
-            f"{machine.read_bytes_per_second / 1e9:.1f} GB/s read, {machine.flops_per_second / 1e9:.0f} GFLOP/s in the "
-            f"model's own products, {machine.threads} threads. "
-        )
-    )
+def spread(figures: Sequence[float], form: str) -> str:
+    return f"{statistics.median(figures):{form}} ({min(figures):{form}}-{max(figures):{form}})"
+
+
+def table(results: list[dict[str, Any]], versions: dict[str, str], threads: int) -> str:
+    machines = [machine for result in results for machine in result["machine"]]
+    limits = ""
+    if machines:
+        read = spread([m["read_bytes_per_second"] / 1e9 for m in machines], ".1f")
+        products = spread([m["flops_per_second"] / 1e9 for m in machines], ".0f")
+        limits = f"{read} GB/s read, {products} GFLOP/s in the model's own products, {threads} threads. "
     lines = [
         f"{processor()}: {limits}" + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
         "",
@@ -124,10 +136,10 @@ def table(results: list[dict[str, Any]], machine: Machine | None, versions: dict
             seconds = [run["seconds"] for run in runs]
             rates = [run["output_tokens"] / run["seconds"] for run in runs]
             factor = statistics.median(run["batchspec_is"] for run in runs)
+            of_least = spread([run["of_the_least_time"] for run in runs], ".2f")
             lines.append(
-                f"| {result['workload']} | {name} | {statistics.median(seconds):.1f} "
-                f"({min(seconds):.1f}-{max(seconds):.1f}) | {statistics.median(rates):.1f} | "
-                f"{result['least_seconds'] / statistics.median(seconds) or float('nan'):.2f} | {factor:.2f}x |"
+                f"| {result['workload']} | {name} | {spread(seconds, '.1f')} | {statistics.median(rates):.1f} | "
+                f"{of_least} | {factor:.2f}x |"
             )
     return "\n".join(lines) + "\n"
 
@@ -156,25 +168,15 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     versions = {name: metadata.version(name) for name in ("batchspec", "torch", "transformers")}
     results: list[dict[str, Any]] = []
-    model = load_model(Path(args.model), "bfloat16", torch.device(args.device))  # to measure the machine by
     measures = args.device == "cpu" and cpu.unavailable_reason() is None
-    machines: list[Machine] = []
-    sizes_of: list[list[Sizes]] = []
+    model = load_model(Path(args.model), "bfloat16", torch.device("cpu")) if measures else None
     with tempfile.TemporaryDirectory() as folder:
         for name in args.workloads.split(","):
             path = write_workload(WORKLOADS[name], args.input, tokenizer, Path(folder))
-            if measures:
-                machines.append(measure_machine(model, args.threads))
-            result, sizes = measure(WORKLOADS[name], path, args)
-            results.append(result)
-            sizes_of.append(sizes)
-            machine = best(machines) if machines else None
-            for result, sizes in zip(results, sizes_of, strict=True):
-                least = 0.0 if machine is None else least_seconds(model, machine, sizes, result["batch"])
-                result["least_seconds"] = least
-            text = table(results, machine, versions)
+            results.append(measure(WORKLOADS[name], path, args, model))
+            text = table(results, versions, args.threads)
             if args.json:
-                figures = {"machine": machine and machine.as_json(), "versions": versions, "results": results}
+                figures = {"processor": processor(), "threads": args.threads, "versions": versions, "results": results}
                 Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
             if args.table:
                 Path(args.table).write_text(text)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ _ROWS = 256
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine can do at best: a large read, and the model's own packed products at 256 rows."""
+    """What this machine can do at best: a large read, and products of the model's own shapes at 256 rows."""
 
     threads: int
     read_bytes_per_second: float
@@ -55,15 +56,22 @@ def best(machines: Sequence[Machine]) -> Machine:
 def measure_machine(model: PackedModel, threads: int, repeats: int = 9) -> Machine:
     data = torch.ones(2**28, dtype=torch.float32)
     read = data.numel() * 4 / median_seconds(data.sum, repeats)
-    linears = linears_of(model)
-    inputs = [torch.randn(_ROWS, linear.in_features, dtype=torch.bfloat16) for linear in linears]
+    return Machine(threads, read, max(_product_rates(linears_of(model), repeats)))
 
-    def run() -> None:
-        for linear, x in zip(linears, inputs, strict=True):
-            linear(x)
 
+def _product_rates(linears: Sequence[PackedLinear], repeats: int) -> Iterator[float]:
+    """Multiplications and additions per second of our packed products and of torch's, in the dtypes it is fast in."""
     flops = sum(2 * _ROWS * linear.in_features * linear.out_features for linear in linears)
-    return Machine(threads, read, flops / median_seconds(run, repeats))
+
+    def rate(products: Sequence[Callable[[torch.Tensor], torch.Tensor]], dtype: torch.dtype) -> float:
+        inputs = [torch.randn(_ROWS, linear.in_features, dtype=dtype) for linear in linears]
+        return flops / median_seconds(lambda: [f(x) for f, x in zip(products, inputs, strict=True)], repeats)
+
+    yield rate(linears, torch.bfloat16)
+    for dtype in (torch.float32, torch.bfloat16):
+        if dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            weights = [torch.randn(linear.out_features, linear.in_features, dtype=dtype) for linear in linears]
+            yield rate([partial(torch.nn.functional.linear, weight=weight) for weight in weights], dtype)
 
 
 def step_seconds(

@@ -4,8 +4,9 @@
 // keys [words of a head][16 tokens], values [words of the 16 tokens][head_dim] (bf16: the word of a token pair).
 // A row walks its keys in partitions of 256 tokens at fixed absolute positions: maximum, exponentials, sum and mixed
 // values of each partition, merged in order. Whether one thread walks them all or several do, the operations are the same.
+#define TILE_TOKENS HALF
 #define PARTITION 256
-#define PROBABILITY_WORDS (PARTITION + LANES)  // row stride: an odd number of cache lines
+#define PROBABILITY_WORDS (PARTITION + LINE_WORDS)  // row stride: an odd number of cache lines
 
 typedef struct {
     int64_t num_seqs, num_rows, max_blocks, block_tokens;
@@ -24,20 +25,20 @@ typedef struct { int32_t seq, row, num_rows, first_position, first_partition, nu
 
 INLINE long tile_offset(const Attention *at, const Step *step, long seq, long position, long kv_head) {  // in elements
     long block = step->block_tables[seq * step->max_blocks + position / step->block_tokens];
-    long tile_index = (block * step->block_tokens + position % step->block_tokens) / LANES;
-    return (tile_index * at->num_kv_heads + kv_head) * LANES * at->head_dim;
+    long tile_index = (block * step->block_tokens + position % step->block_tokens) / TILE_TOKENS;
+    return (tile_index * at->num_kv_heads + kv_head) * TILE_TOKENS * at->head_dim;
 }
 
 // Put one row's keys and values, [num_kv_heads, head_dim] each, at `position` of its sequence.
 static void write_kv(const Attention *at, const Step *step, long seq, long position, int is_last, const void *keys,
                      const void *values, void *key_pool, void *value_pool) {
-    long dim = at->head_dim, lane = position % LANES;
+    long dim = at->head_dim, lane = position % TILE_TOKENS;
     for (long head = 0; head < at->num_kv_heads; head++) {
         long offset = tile_offset(at, step, seq, position, head);
         if (at->is_bf16) {
             const uint16_t *key = (const uint16_t *)keys + head * dim, *value = (const uint16_t *)values + head * dim;
             uint16_t *key_tile = (uint16_t *)key_pool + offset, *value_tile = (uint16_t *)value_pool + offset;
-            for (long d = 0; d < dim; d += 2) memcpy(key_tile + d * LANES + 2 * lane, key + d, 4);
+            for (long d = 0; d < dim; d += 2) memcpy(key_tile + d * TILE_TOKENS + 2 * lane, key + d, 4);
             uint16_t *pair = value_tile + lane / 2 * 2 * dim;
             for (long d = 0; d < dim; d++) pair[2 * d + lane % 2] = value[d];
             // the partner of a last even token is read with weight zero, which mends no NaN of a former owner
@@ -45,15 +46,15 @@ static void write_kv(const Attention *at, const Step *step, long seq, long posit
                 for (long d = 0; d < dim; d++) pair[2 * d + 1] = 0;
         } else {
             float *key_tile = (float *)key_pool + offset, *value_tile = (float *)value_pool + offset;
-            for (long d = 0; d < dim; d++) key_tile[d * LANES + lane] = ((const float *)keys)[head * dim + d];
+            for (long d = 0; d < dim; d++) key_tile[d * TILE_TOKENS + lane] = ((const float *)keys)[head * dim + d];
             memcpy(value_tile + lane * dim, (const float *)values + head * dim, dim * sizeof(float));
         }
     }
 }
 
 // The state of a row: maximum, sum, then head_dim mixed values. A row that has seen no key has maximum -inf.
-INLINE long state_floats(const Attention *at) { return (at->head_dim + 2 + LANES - 1) / LANES * LANES + LANES; }
-INLINE float *mixed_values(float *state) { return state + LANES; }
+INLINE long state_floats(const Attention *at) { return row_words(at->head_dim + LINE_WORDS); }
+INLINE float *mixed_values(float *state) { return state + LINE_WORDS; }
 static void clear_state(const Attention *at, float *state) {
     memset(state, 0, state_floats(at) * sizeof(float));
     state[0] = -INFINITY;
@@ -61,47 +62,46 @@ static void clear_state(const Attention *at, float *state) {
 // Scales of the state so far and of what is merged into it; updates maximum and sum.
 INLINE void merge_sums(float *state, float maximum, float sum, f32x *keep, f32x *add) {
     f32x top = splat(state[0] > maximum ? state[0] : maximum);
-    *keep = exp16(splat(state[0]) - top);
-    *add = exp16(splat(maximum) - top);
+    *keep = exponential(splat(state[0]) - top);
+    *add = exponential(splat(maximum) - top);
     state[0] = top[0];
-    state[1] = fma16(splat(state[1]), *keep, splat(sum) * *add)[0];
+    state[1] = multiply_add(splat(state[1]), *keep, splat(sum) * *add)[0];
 }
-INLINE f32x merge_values(f32x state, f32x keep, f32x values, f32x add) { return fma16(state, keep, values * add); }
-
-INLINE f32x tanh16(f32x x) { return 1.0f - 2.0f / (exp16(x + x) + 1.0f); }
+INLINE f32x merge_values(f32x state, f32x keep, f32x values, f32x add) { return multiply_add(state, keep, values * add); }
 
 // Hide what row `position` may not see and exponentiate; returns the largest scaled score, -inf where it sees nothing.
 INLINE float soften(int is_bf16, const Attention *at, long position, long begin, long tiles, float *scores,
                     void *probabilities, float *sum) {
-    const i32x lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    i32x lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
     const long oldest = at->window ? position - at->window + 1 : 0;
     const float scale = at->softcap ? 1.0f : at->scale;
     f32x top = splat(-INFINITY), total = splat(0.0f);
     if (at->softcap)
-        for (long t = 0; t < tiles * LANES; t += LANES)
-            store_floats(scores + t, tanh16(load_floats(scores + t) * (at->scale / at->softcap)) * at->softcap);
-    for (long t = 0; t < tiles * LANES; t += LANES) {
+        for (long t = 0; t < tiles * TILE_TOKENS; t += LANES)
+            store_floats(scores + t, hyperbolic_tangent(load_floats(scores + t) * (at->scale / at->softcap)) * at->softcap);
+    for (long t = 0; t < tiles * TILE_TOKENS; t += LANES) {
         f32x s = load_floats(scores + t);
         if (begin + t + LANES - 1 > position || begin + t < oldest) {
             i32x key_position = lane + (int)(begin + t);
-            s = select16((key_position <= (int)position) & (key_position >= (int)oldest), s, splat(-INFINITY));
+            s = select_lanes((key_position <= (int)position) & (key_position >= (int)oldest), s, splat(-INFINITY));
             store_floats(scores + t, s);
         }
-        top = larger16(s, top);
+        top = larger(s, top);
     }
-    float maximum = max16(top) * scale;
+    float maximum = max_lanes(top) * scale;
     f32x factor = splat(scale), shift = splat(maximum == -INFINITY ? 0.0f : -maximum);
-    for (long t = 0; t < tiles * LANES; t += LANES) {
-        f32x p = exp16(fma16(load_floats(scores + t), factor, shift));
+    for (long t = 0; t < tiles * TILE_TOKENS; t += LANES) {
+        f32x p = exponential(multiply_add(load_floats(scores + t), factor, shift));
         total += p;
-        store16(is_bf16, probabilities, t, p);
+        store_operand(is_bf16, probabilities, t, p);
     }
-    *sum = sum16(total);
+    *sum = sum_lanes(total);
     return maximum;
 }
 
 INLINE void prefetch(const int32_t *from, long words) {
-    for (long i = 0; i < words; i += LANES) __builtin_prefetch(from + i, 0, 2);
+    for (long i = 0; i < words; i += LINE_WORDS) __builtin_prefetch(from + i, 0, 2);
 }
 
 // Merge keys [begin, end), of one partition, into the states of `rows` query rows from `first_row` of the unit on.
@@ -109,15 +109,15 @@ static void attend_tile(const Attention *at, const Step *step, const Unit *unit,
                         long begin, long end, const int32_t *queries, long ldq, const void *key_pool,
                         const void *value_pool, float *states) {
     const int is_bf16 = at->is_bf16;
-    const long group = at->num_heads / at->num_kv_heads, dim = at->head_dim, tiles = (end - begin + LANES - 1) / LANES;
-    const long last_tokens = end - begin - (tiles - 1) * LANES;
-    const int32_t *keys[PARTITION / LANES + 1], *values[PARTITION / LANES];
-    float sums[TILE_ROWS][COLUMNS], scores[TILE_ROWS][PARTITION + LANES];
+    const long group = at->num_heads / at->num_kv_heads, dim = at->head_dim, tiles = (end - begin + TILE_TOKENS - 1) / TILE_TOKENS;
+    const long last_tokens = end - begin - (tiles - 1) * TILE_TOKENS;
+    const int32_t *keys[PARTITION / TILE_TOKENS + 1], *values[PARTITION / TILE_TOKENS];
+    float sums[TILE_ROWS][COLUMNS], scores[TILE_ROWS][PARTITION + TILE_TOKENS];
     int32_t probabilities[TILE_ROWS][PROBABILITY_WORDS];
     f32x keep[TILE_ROWS], add[TILE_ROWS];
 
     for (long t = 0; t < tiles; t++) {
-        long word = words(is_bf16, tile_offset(at, step, unit->seq, begin + t * LANES, kv_head));
+        long word = words(is_bf16, tile_offset(at, step, unit->seq, begin + t * TILE_TOKENS, kv_head));
         keys[t] = (const int32_t *)key_pool + word;
         values[t] = (const int32_t *)value_pool + word;
     }
@@ -125,11 +125,11 @@ static void attend_tile(const Attention *at, const Step *step, const Unit *unit,
     for (long t = 0; t < tiles; t += 2) {
         if (first_row == 0)  // later rows find the partition in cache
             for (long i = t; i < min_long(t + 2, tiles); i++) {
-                if (i + 2 < tiles) prefetch(keys[i + 2], words(is_bf16, LANES * dim));
-                prefetch(values[i], words(is_bf16, LANES * dim));
+                if (i + 2 < tiles) prefetch(keys[i + 2], words(is_bf16, TILE_TOKENS * dim));
+                prefetch(values[i], words(is_bf16, TILE_TOKENS * dim));
             }
-        Columns columns = {keys + t, 1, words(is_bf16, dim), words(is_bf16, dim), keys[t + 1] - keys[t], LANES, (const char *)keys[t], 0};
-        TILES[is_bf16][rows - 1](queries, ldq, &columns, scores[0] + t * LANES, PARTITION + LANES);
+        Columns columns = {keys + t, 1, words(is_bf16, dim), words(is_bf16, dim), keys[t + 1] - keys[t], TILE_TOKENS, (const char *)keys[t], 0};
+        TILES[is_bf16][rows - 1](queries, ldq, &columns, scores[0] + t * TILE_TOKENS, PARTITION + TILE_TOKENS);
     }
     for (long r = 0; r < rows; r++) {
         long position = unit->first_position + (first_row + r) / group;
@@ -139,14 +139,14 @@ static void attend_tile(const Attention *at, const Step *step, const Unit *unit,
         if (maximum != -INFINITY) merge_sums(states + (first_row + r) * state_floats(at), maximum, sum, &keep[r], &add[r]);
     }
     for (long d = 0; d < dim; d += COLUMNS) {
-        const int32_t *segments[PARTITION / LANES];
-        long right = d + LANES < dim ? LANES : 0;  // 0: an odd half, computed twice and stored once
+        const int32_t *segments[PARTITION / TILE_TOKENS];
+        long right = d + HALF < dim ? HALF : 0;  // 0: an odd half, computed twice and stored once
         for (long t = 0; t < tiles; t++) segments[t] = values[t] + d;
-        Columns columns = {segments, tiles, words(is_bf16, LANES), words(is_bf16, last_tokens + is_bf16), right, dim, (const char *)segments[0], 0};
+        Columns columns = {segments, tiles, words(is_bf16, TILE_TOKENS), words(is_bf16, last_tokens + is_bf16), right, dim, (const char *)segments[0], 0};
         TILES[is_bf16][rows - 1](probabilities[0], PROBABILITY_WORDS, &columns, sums[0], COLUMNS);
         for (long r = 0; r < rows; r++) {
             float *mixed = mixed_values(states + (first_row + r) * state_floats(at)) + d;
-            for (long i = 0; i <= right; i += LANES)
+            for (long i = 0; i < right + HALF; i += LANES)
                 store_floats(mixed + i, merge_values(load_floats(mixed + i), keep[r], load_floats(sums[r] + i), add[r]));
         }
     }
@@ -157,10 +157,10 @@ static void attend_unit(const Attention *at, const Step *step, const Unit *unit,
                         long num_partitions, const void *queries, long ldq_elements, int32_t *packed,
                         const void *key_pool, const void *value_pool, float *states) {
     long group = at->num_heads / at->num_kv_heads, num_rows = unit->num_rows * group;
-    long bytes = at->head_dim * element_bytes(at->is_bf16), ldq = row_words(words(at->is_bf16, at->head_dim));
+    long ldq = row_words(operand_words(at->is_bf16, at->head_dim));
     for (long i = 0; i < num_rows; i++) {
         long element = (unit->row + i / group) * ldq_elements + (kv_head * group + i % group) * at->head_dim;
-        memcpy(packed + i * ldq, (const char *)queries + element * element_bytes(at->is_bf16), bytes);
+        copy_to_operands(at->is_bf16, packed + i * ldq, (const char *)queries + element * element_bytes(at->is_bf16), at->head_dim);
         clear_state(at, states + i * state_floats(at));
     }
     for (long p = first_partition; p < first_partition + num_partitions; p++)
@@ -169,19 +169,20 @@ static void attend_unit(const Attention *at, const Step *step, const Unit *unit,
             long oldest_row = unit->first_position + i / group, newest_row = unit->first_position + (i + rows - 1) / group;
             long begin = p * PARTITION, end = min_long(begin + PARTITION, newest_row + 1);
             long first_visible = at->window ? oldest_row - at->window + 1 : 0;
-            if (first_visible > begin) begin = min_long(first_visible / LANES * LANES, begin + PARTITION);
+            if (first_visible > begin) begin = min_long(first_visible / TILE_TOKENS * TILE_TOKENS, begin + PARTITION);
             if (begin >= end) continue;
             attend_tile(at, step, unit, kv_head, i, rows, begin, end, packed + i * ldq, ldq, key_pool, value_pool, states);
         }
 }
 
-static void store_unit(const Attention *at, const Unit *unit, long kv_head, float *states, void *out, long ldo) {
+static void store_unit(const Attention *at, const Unit *unit, long kv_head, float *states, int out_is_bf16, void *out,
+                       long ldo) {
     long group = at->num_heads / at->num_kv_heads;
     for (long i = 0; i < unit->num_rows * group; i++) {
         float *state = states + i * state_floats(at);
         long element = (unit->row + i / group) * ldo + (kv_head * group + i % group) * at->head_dim;
         for (long d = 0; d < at->head_dim; d += LANES)
-            store16(at->is_bf16, out, element + d, load_floats(mixed_values(state) + d) / state[1]);
+            store_rounded(at->is_bf16, out_is_bf16, out, element + d, load_floats(mixed_values(state) + d) / state[1]);
     }
 }
 
@@ -216,7 +217,7 @@ static Plan plan_attention(const Attention *at, const Step *step, int threads) {
 
 // out[row, head, dim] of all rows, by every thread of the enclosing parallel region; ends with a barrier.
 static void attend(const Attention *at, const Step *step, const Plan *plan, const void *queries, long ldq,
-                   const void *key_pool, const void *value_pool, void *out, long ldo) {
+                   const void *key_pool, const void *value_pool, int out_is_bf16, void *out, long ldo) {
     long group = at->num_heads / at->num_kv_heads, heads = at->num_kv_heads, floats = state_floats(at);
     float *own_states = plan->own_states + omp_get_thread_num() * plan->own * floats;
     int32_t *own_queries = plan->own_queries + omp_get_thread_num() * plan->own * row_words(at->head_dim);
@@ -226,7 +227,7 @@ static void attend(const Attention *at, const Step *step, const Plan *plan, cons
             const Unit *unit = &plan->units[item / heads];
             attend_unit(at, step, unit, item % heads, unit->first_partition, unit->num_partitions, queries, ldq, own_queries,
                         key_pool, value_pool, own_states);
-            store_unit(at, unit, item % heads, own_states, out, ldo);
+            store_unit(at, unit, item % heads, own_states, out_is_bf16, out, ldo);
         }
         return;
     }
@@ -255,6 +256,6 @@ static void attend(const Attention *at, const Step *step, const Plan *plan, cons
                     store_floats(mixed_values(state) + d, merge_values(load_floats(mixed_values(state) + d), keep,
                                                                        load_floats(mixed_values(part) + d), add));
             }
-        store_unit(at, unit, item % heads, own_states, out, ldo);
+        store_unit(at, unit, item % heads, own_states, out_is_bf16, out, ldo);
     }
 }

@@ -1,5 +1,6 @@
 // The CPU kernels behind batchspec.engine.cpu: a plain C interface, loaded with ctypes.
 #include "simd.h"
+#include "tile.h"
 #include "linear.h"
 #include "attention.h"
 
@@ -13,26 +14,27 @@ typedef struct {
 } Layer;
 
 // RMSNorm over `size` elements, rounded where transformers rounds.
-static void rms_norm(int is_bf16, const void *in, const void *weight, float eps, long size, void *out) {
+static void rms_norm(int is_bf16, const void *in, const void *weight, float eps, long size, int out_is_bf16, void *out) {
     f32x squares = splat(0.0f);
     for (long i = 0; i < size; i += LANES) {
-        f32x x = load16(is_bf16, in, i);
-        squares = fma16(x, x, squares);
+        f32x x = load(is_bf16, in, i);
+        squares = multiply_add(x, x, squares);
     }
-    f32x scale = splat(1.0f / sqrtf(sum16(squares) / size + eps));
+    f32x scale = splat(1.0f / sqrtf(sum_lanes(squares) / size + eps));
     for (long i = 0; i < size; i += LANES)
-        store16(is_bf16, out, i, load16(is_bf16, weight, i) * round16(is_bf16, load16(is_bf16, in, i) * scale));
+        store_rounded(is_bf16, out_is_bf16, out, i,
+                      load(is_bf16, weight, i) * round_lanes(is_bf16, load(is_bf16, in, i) * scale));
 }
 
 // Rotate one head in place, x * cos + rotate_half(x) * sin, rounded where transformers rounds.
 INLINE void rotate(int is_bf16, void *head, const void *cos, const void *sin, long dim) {
     for (long i = 0, half = dim / 2; i < half; i += LANES) {
-        long lanes = min_long(LANES, half - i), j = i + half;  // at 8 lanes of 16 the rest is not stored
-        f32x x = load16(is_bf16, head, i), y = load16(is_bf16, head, j);
-        f32x first = round16(is_bf16, x * load16(is_bf16, cos, i)) + round16(is_bf16, -y * load16(is_bf16, sin, i));
-        f32x second = round16(is_bf16, y * load16(is_bf16, cos, j)) + round16(is_bf16, x * load16(is_bf16, sin, j));
-        store_columns(is_bf16, head, i, first, lanes);
-        store_columns(is_bf16, head, j, second, lanes);
+        long lanes = min_long(LANES, half - i), j = i + half;  // a half of fewer lanes: the rest is not stored
+        f32x x = load(is_bf16, head, i), y = load(is_bf16, head, j);
+        f32x first = round_lanes(is_bf16, x * load(is_bf16, cos, i)) + round_lanes(is_bf16, -y * load(is_bf16, sin, i));
+        f32x second = round_lanes(is_bf16, y * load(is_bf16, cos, j)) + round_lanes(is_bf16, x * load(is_bf16, sin, j));
+        store_some(is_bf16, head, i, first, lanes);
+        store_some(is_bf16, head, j, second, lanes);
     }
 }
 
@@ -48,22 +50,23 @@ static long sequence_of(const Step *step, long row) {
 void batchspec_layer(int threads, const Layer *layer, const Step *step, const void *hidden, const void *cos, const void *sin,
                      void *key_pool, void *value_pool, void *out) {
     const Attention *at = &layer->attention;
-    const int is_bf16 = at->is_bf16;
+    const int is_bf16 = at->is_bf16, operands = operand_is_bf16(is_bf16);  // whether those are bf16
     const long rows = step->num_rows, size = layer->hidden_size, dim = at->head_dim, bytes = element_bytes(is_bf16);
-    const long per_word = is_bf16 ? 2 : 1, num_heads = at->num_heads, kv_heads = at->num_kv_heads;
-    const long ldn = row_words(words(is_bf16, size)), ldm = row_words(words(is_bf16, num_heads * dim));
-    const long lda = row_words(words(is_bf16, layer->intermediate_size)), ldq = (num_heads + 2 * kv_heads) * dim;
+    const long per_word = operands ? 2 : 1, num_heads = at->num_heads, kv_heads = at->num_kv_heads;
+    const long ldn = row_words(operand_words(is_bf16, size)), ldm = row_words(operand_words(is_bf16, num_heads * dim));
+    const long lda = row_words(operand_words(is_bf16, layer->intermediate_size)), ldq = (num_heads + 2 * kv_heads) * dim;
     const long attended = step->query_starts[step->num_seqs];
     char *normed = scratch(SCRATCH_NORMED, rows * ldn * 4), *mixed = scratch(SCRATCH_MIXED, rows * ldm * 4);
     char *activated = scratch(SCRATCH_ACTIVATED, rows * lda * 4), *qkv = scratch(SCRATCH_QKV, (rows * ldq + COLUMNS) * bytes);
     char *middle = scratch(SCRATCH_HIDDEN, rows * size * bytes);
     Plan plan = plan_attention(at, step, threads);
+    reserve_panels(threads, max_long(max_long(size, num_heads * dim), layer->intermediate_size));
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++)
             rms_norm(is_bf16, (const char *)hidden + r * size * bytes, layer->input_norm, layer->input_norm_eps, size,
-                     normed + r * ldn * 4);
+                     operands, normed + r * ldn * 4);
         linear(is_bf16, &layer->qkv, PLAIN, rows, (const int32_t *)normed, ldn, NULL, qkv, ldq);
 #pragma omp barrier
 #pragma omp for schedule(static)
@@ -73,7 +76,7 @@ void batchspec_layer(int threads, const Layer *layer, const Step *step, const vo
             for (char *head = row; head < values; head += dim * bytes) {
                 const void *norm = head < keys ? layer->query_norm : layer->key_norm;
                 float eps = head < keys ? layer->query_norm_eps : layer->key_norm_eps;
-                if (norm) rms_norm(is_bf16, head, norm, eps, dim, head);
+                if (norm) rms_norm(is_bf16, head, norm, eps, dim, is_bf16, head);
                 const char *row_cos = (const char *)cos + r * dim * bytes, *row_sin = (const char *)sin + r * dim * bytes;
                 if (is_bf16) rotate(1, head, row_cos, row_sin, dim);
                 else rotate(0, head, row_cos, row_sin, dim);
@@ -81,13 +84,13 @@ void batchspec_layer(int threads, const Layer *layer, const Step *step, const vo
             long seq = sequence_of(step, r), position = step->first_positions[seq] + r - step->query_starts[seq];
             write_kv(at, step, seq, position, r + 1 == step->query_starts[seq + 1], keys, values, key_pool, value_pool);
         }
-        attend(at, step, &plan, qkv, ldq, key_pool, value_pool, mixed, ldm * per_word);
+        attend(at, step, &plan, qkv, ldq, key_pool, value_pool, operands, mixed, ldm * per_word);
         linear(is_bf16, &layer->output, ADD_RESIDUAL, rows, (const int32_t *)mixed, ldm, hidden, middle, size);
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++)
             rms_norm(is_bf16, middle + r * size * bytes, layer->post_attention_norm, layer->post_attention_norm_eps, size,
-                     normed + r * ldn * 4);
+                     operands, normed + r * ldn * 4);
         linear(is_bf16, &layer->gate_up, SILU_MUL, rows, (const int32_t *)normed, ldn, NULL, activated, lda * per_word);
 #pragma omp barrier
         linear(is_bf16, &layer->down, ADD_RESIDUAL, rows, (const int32_t *)activated, lda, middle, out, size);
@@ -108,18 +111,20 @@ void batchspec_attention(int threads, const Attention *at, const Step *step, con
             write_kv(at, step, seq, position, r + 1 == step->query_starts[seq + 1], (const char *)keys + element * bytes,
                      (const char *)values + element * bytes, key_pool, value_pool);
         }
-        attend(at, step, &plan, queries, at->num_heads * dim, key_pool, value_pool, out, at->num_heads * dim);
+        attend(at, step, &plan, queries, at->num_heads * dim, key_pool, value_pool, at->is_bf16, out, at->num_heads * dim);
     }
 }
 
 // out[num_rows, columns] = in[num_rows, in_features] . weight + bias
 void batchspec_linear(int threads, int64_t is_bf16, const Linear *weight, int64_t num_rows, const void *in, void *out) {
-    long used = words(is_bf16, weight->in_features), lda = row_words(used);
+    long in_features = weight->in_features, lda = row_words(operand_words(is_bf16, in_features));
     int32_t *rows = scratch(SCRATCH_NORMED, num_rows * lda * sizeof(int32_t));
+    reserve_panels(threads, in_features);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (long r = 0; r < num_rows; r++) memcpy(rows + r * lda, (const int32_t *)in + r * used, used * sizeof(int32_t));
+        for (long r = 0; r < num_rows; r++)
+            copy_to_operands(is_bf16, rows + r * lda, (const char *)in + r * in_features * element_bytes(is_bf16), in_features);
         linear(is_bf16, weight, PLAIN, num_rows, rows, lda, NULL, out, weight->num_columns);
     }
 }
@@ -132,13 +137,13 @@ void batchspec_argmax(int threads, int64_t is_bf16, int64_t num_rows, int64_t co
         long whole = columns / LANES * LANES, c = 0;
         f32x top = splat(-INFINITY);
         for (; c < whole; c += LANES) {
-            f32x x = load16(is_bf16, row, c);
-            top = select16(x > top, x, top);
+            f32x x = load(is_bf16, row, c);
+            top = select_lanes(x > top, x, top);
         }
-        float best = max16(top);
-        for (; c < columns; c++) best = load1(is_bf16, row, c) > best ? load1(is_bf16, row, c) : best;
-        for (c = 0; c < whole && !any16(load16(is_bf16, row, c) == best); c += LANES) {}
-        while (c < columns - 1 && load1(is_bf16, row, c) != best) c++;
+        float best = max_lanes(top);
+        for (; c < columns; c++) best = load_one(is_bf16, row, c) > best ? load_one(is_bf16, row, c) : best;
+        for (c = 0; c < whole && !any_lane(load(is_bf16, row, c) == best); c += LANES) {}
+        while (c < columns - 1 && load_one(is_bf16, row, c) != best) c++;
         out[r] = c;
     }
 }

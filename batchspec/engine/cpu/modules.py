@@ -14,6 +14,7 @@ from torch import nn
 from batchspec.engine.cpu import kernels
 from batchspec.engine.kv_cache import KVCache, LayerShape, blocks_for
 from batchspec.engine.packed import PackedStep, Segment, pack
+from batchspec.engine.plain import plain_products
 
 # Layers of one form: norm, attention with rotated queries and keys, norm, SiLU-gated MLP, each half added as it is.
 # Others have the same children and differ in the code (no rotation in some layers, scaled residuals, norms of 1 + w).
@@ -147,7 +148,8 @@ def _run_recorded(module: Any, step: PackedStep) -> dict[int, kernels.CAttention
     before = module.config._attn_implementation
     module.set_attn_implementation("batchspec_settings")
     try:
-        module(input_ids=step.input_ids, position_ids=step.positions, use_cache=False, batchspec_step=step)
+        with plain_products(module):
+            module(input_ids=step.input_ids, position_ids=step.positions, use_cache=False, batchspec_step=step)
     finally:
         module.set_attn_implementation(before)
     return settings

@@ -1,8 +1,8 @@
-// Sixteen-lane vectors, the two storage types (bf16, fp32), and the matrix tile that everything else is built from.
+// Vectors of the processor's own width, and the two storage types (bf16, fp32).
 //
 // One rule makes every result independent of the batch: each output element is a single reduction in a fixed order, done
 // by one thread. Tiles, threads and batch mates divide outputs among them, never a reduction. Multiply-adds are written
-// out (`fma16`) and the compiler may not contract others, so that every copy of an inlined function rounds alike.
+// out (`multiply_add`) and the compiler may not contract others, so that every copy of an inlined function rounds alike.
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
@@ -13,42 +13,42 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define LANES 16
-#define COLUMNS 32  // of one tile: two vectors
-#ifdef __AVX512F__
-#define TILE_ROWS 12  // 24 accumulators, 2 columns vectors and a broadcast row fit 32 registers
-#else
-#define TILE_ROWS 2
-#endif
-#define PREFETCHING_ROWS 8
 
-typedef float f32x __attribute__((vector_size(64)));
-typedef int32_t i32x __attribute__((vector_size(64)));
-typedef uint32_t u32x __attribute__((vector_size(64)));
-typedef uint16_t u16x __attribute__((vector_size(32)));
+// Lanes of a vector that the processor holds in one register: the compiler keeps wider ones in memory.
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define LINE_WORDS 16  // of a cache line
+
+typedef float f32x __attribute__((vector_size(4 * LANES)));
+typedef int32_t i32x __attribute__((vector_size(4 * LANES)));
+typedef uint32_t u32x __attribute__((vector_size(4 * LANES)));
+typedef uint16_t u16x __attribute__((vector_size(2 * LANES)));
 
 INLINE i32x load_words(const void *from) { i32x v; memcpy(&v, from, sizeof v); return v; }
 INLINE f32x load_floats(const float *from) { f32x v; memcpy(&v, from, sizeof v); return v; }
 INLINE void store_floats(float *to, f32x v) { memcpy(to, &v, sizeof v); }
 INLINE f32x splat(float x) { return x - (f32x){0}; }
 INLINE i32x splat_word(int32_t x) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     return (i32x)_mm512_set1_epi32(x);
+#elif defined(__AVX2__)
+    return (i32x)_mm256_set1_epi32(x);
 #else
     return x - (i32x){0};
 #endif
 }
-INLINE f32x select16(i32x mask, f32x yes, f32x no) { return (f32x)((mask & (i32x)yes) | (~mask & (i32x)no)); }
+INLINE f32x select_lanes(i32x mask, f32x yes, f32x no) { return (f32x)((mask & (i32x)yes) | (~mask & (i32x)no)); }
 
-INLINE f32x fma16(f32x a, f32x b, f32x c) {
+INLINE f32x multiply_add(f32x a, f32x b, f32x c) {  // a * b + c
 #if defined(__AVX512F__)
     return (f32x)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    __m256 x[2], y[2], z[2];
-    memcpy(x, &a, sizeof a), memcpy(y, &b, sizeof b), memcpy(z, &c, sizeof c);
-    z[0] = _mm256_fmadd_ps(x[0], y[0], z[0]), z[1] = _mm256_fmadd_ps(x[1], y[1], z[1]);
-    memcpy(&c, z, sizeof c);
-    return c;
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (f32x)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
 #endif
@@ -57,18 +57,27 @@ INLINE f32x fma16(f32x a, f32x b, f32x c) {
 // One 32-bit word holds one fp32 element, or two neighbouring bf16 elements of the reduced dimension.
 INLINE long words(int is_bf16, long elements) { return is_bf16 ? elements / 2 : elements; }
 INLINE long element_bytes(int is_bf16) { return is_bf16 ? 2 : 4; }
-
-// acc + a . b, word by word.
-INLINE f32x dot(int is_bf16, f32x acc, i32x a, i32x b) {
-    if (!is_bf16) return fma16((f32x)a, (f32x)b, acc);
+// The rows that tiles multiply: pairs of bf16 where the processor multiplies those, floats (of the same value) elsewhere.
 #ifdef __AVX512BF16__
-    return (f32x)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#define MULTIPLIES_PAIRS 1
 #else
-    const i32x high = splat_word((int32_t)0xffff0000u);
-    acc = fma16((f32x)(a << 16), (f32x)(b << 16), acc);
-    return fma16((f32x)(a & high), (f32x)(b & high), acc);
+#define MULTIPLIES_PAIRS 0
+#endif
+INLINE int operand_is_bf16(int is_bf16) { return is_bf16 && MULTIPLIES_PAIRS; }
+INLINE long operand_words(int is_bf16, long elements) { return words(operand_is_bf16(is_bf16), elements); }
+INLINE void accumulate(int operands_are_bf16, f32x *sum, i32x a, f32x b) {  // sum + a . b
+#if defined(__AVX512BF16__)
+    if (operands_are_bf16) { *sum = (f32x)_mm512_dpbf16_ps((__m512)*sum, (__m512bh)a, (__m512bh)b); return; }
+#endif
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+    // written out, or the compiler moves sums between the few registers
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"((f32x)a), "x"(b));
+#else
+    *sum = multiply_add((f32x)a, b, *sum);
 #endif
 }
+INLINE f32x first_of_pair(i32x pairs) { return (f32x)(pairs << 16); }
+INLINE f32x second_of_pair(i32x pairs) { return (f32x)(pairs & splat_word((int32_t)0xffff0000u)); }
 
 INLINE float widen(uint16_t x) { uint32_t bits = (uint32_t)x << 16; float f; memcpy(&f, &bits, 4); return f; }
 INLINE uint16_t narrow(float x) {  // to nearest, ties to even
@@ -77,8 +86,8 @@ INLINE uint16_t narrow(float x) {  // to nearest, ties to even
     uint16_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return x == x ? rounded : 0x7fc0;
 }
-INLINE f32x widen16(u16x v) { return (f32x)(__builtin_convertvector(v, u32x) << 16); }
-INLINE u16x narrow16(f32x v) {
+INLINE f32x widen_lanes(u16x v) { return (f32x)(__builtin_convertvector(v, u32x) << 16); }
+INLINE u16x narrow_lanes(f32x v) {
 #ifdef __AVX512BF16__
     return (u16x)_mm512_cvtneps_pbh((__m512)v);
 #else
@@ -88,37 +97,55 @@ INLINE u16x narrow16(f32x v) {
 #endif
 }
 
-INLINE f32x load16(int is_bf16, const void *array, long index) {
+INLINE f32x load(int is_bf16, const void *array, long index) {
     if (!is_bf16) return load_floats((const float *)array + index);
     u16x v;
     memcpy(&v, (const uint16_t *)array + index, sizeof v);
-    return widen16(v);
+    return widen_lanes(v);
 }
-INLINE void store16(int is_bf16, void *array, long index, f32x v) {
+INLINE void store(int is_bf16, void *array, long index, f32x v) {
     if (!is_bf16) { store_floats((float *)array + index, v); return; }
-    u16x narrowed = narrow16(v);
+    u16x narrowed = narrow_lanes(v);
     memcpy((uint16_t *)array + index, &narrowed, sizeof narrowed);
 }
+INLINE void store_some(int is_bf16, void *array, long index, f32x v, long lanes) {
+    if (lanes >= LANES) { store(is_bf16, array, index, v); return; }
+    char spare[LANES * sizeof(float)];
+    store(is_bf16, spare, 0, v);
+    if (lanes > 0) memcpy((char *)array + index * element_bytes(is_bf16), spare, lanes * element_bytes(is_bf16));
+}
 // The value that storing and loading again would give: models round between operations, so we do.
-INLINE f32x round16(int is_bf16, f32x v) { return is_bf16 ? widen16(narrow16(v)) : v; }
-INLINE float load1(int is_bf16, const void *array, long i) {
+INLINE f32x round_lanes(int is_bf16, f32x v) { return is_bf16 ? widen_lanes(narrow_lanes(v)) : v; }
+INLINE float load_one(int is_bf16, const void *array, long i) {
     return is_bf16 ? widen(((const uint16_t *)array)[i]) : ((const float *)array)[i];
 }
-INLINE float round1(int is_bf16, float x) { return is_bf16 ? widen(narrow(x)) : x; }
-
-INLINE float sum16(f32x v) {
+// Store what the model rounds to its type (`is_bf16`) in an array of that type, or of floats.
+INLINE void store_rounded(int is_bf16, int array_is_bf16, void *array, long index, f32x v) {
+    if (array_is_bf16) store(1, array, index, v);
+    else store_floats((float *)array + index, round_lanes(is_bf16, v));
+}
+INLINE void store_operand(int is_bf16, void *array, long index, f32x v) {
+    store_rounded(is_bf16, operand_is_bf16(is_bf16), array, index, v);
+}
+INLINE void copy_to_operands(int is_bf16, void *to, const void *from, long elements) {
+    if (is_bf16 == operand_is_bf16(is_bf16)) { memcpy(to, from, elements * element_bytes(is_bf16)); return; }
+    long i = 0;
+    for (; i + LANES <= elements; i += LANES) store_floats((float *)to + i, load(1, from, i));
+    for (; i < elements; i++) ((float *)to)[i] = load_one(1, from, i);
+}
+INLINE float sum_lanes(f32x v) {
     float lane[LANES];
     store_floats(lane, v);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lane[i] += lane[i + width];
     return lane[0];
 }
-INLINE int any16(i32x mask) {
+INLINE int any_lane(i32x mask) {
     int any = 0;
     for (int i = 0; i < LANES; i++) any |= mask[i];
     return any;
 }
-INLINE float max16(f32x v) {
+INLINE float max_lanes(f32x v) {
     float lane[LANES], best;
     store_floats(lane, v);
     best = lane[0];
@@ -126,102 +153,47 @@ INLINE float max16(f32x v) {
     return best;
 }
 
-INLINE f32x larger16(f32x a, f32x b) {  // a > b ? a : b
-#ifdef __AVX512F__
+INLINE f32x larger(f32x a, f32x b) {  // a > b ? a : b
+#if defined(__AVX512F__)
     return (f32x)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (f32x)_mm256_max_ps((__m256)a, (__m256)b);
 #else
-    return select16(a > b, a, b);
+    return select_lanes(a > b, a, b);
 #endif
 }
 
 // e^x to about 2 units in the last place; exactly 1 at 0 and 0 far below, NaN stays NaN.
-INLINE f32x exp16(f32x x) {
-    f32x y = larger16(splat(-110.0f), x);
-    f32x shifted = fma16(y, splat(1.44269504f), splat(12582912.0f));  // rounds to an integer in the low bits
+INLINE f32x exponential(f32x x) {
+    f32x y = larger(splat(-110.0f), x);
+    f32x shifted = multiply_add(y, splat(1.44269504f), splat(12582912.0f));  // rounds to an integer in the low bits
     f32x n = shifted - 12582912.0f;
-    f32x r = fma16(n, splat(-0.693359375f), y);
-    r = fma16(n, splat(2.12194440e-4f), r);
+    f32x r = multiply_add(n, splat(-0.693359375f), y);
+    r = multiply_add(n, splat(2.12194440e-4f), r);
     f32x p = splat(1.9875691500e-4f);
-    p = fma16(p, r, splat(1.3981999507e-3f));
-    p = fma16(p, r, splat(8.3334519073e-3f));
-    p = fma16(p, r, splat(4.1665795894e-2f));
-    p = fma16(p, r, splat(1.6666665459e-1f));
-    p = fma16(p, r, splat(5.0000001201e-1f));
-    p = fma16(p, r * r, r + 1.0f);
+    p = multiply_add(p, r, splat(1.3981999507e-3f));
+    p = multiply_add(p, r, splat(8.3334519073e-3f));
+    p = multiply_add(p, r, splat(4.1665795894e-2f));
+    p = multiply_add(p, r, splat(1.6666665459e-1f));
+    p = multiply_add(p, r, splat(5.0000001201e-1f));
+    p = multiply_add(p, r * r, r + 1.0f);
 #ifdef __AVX512F__
     return (f32x)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
     f32x scaled = (f32x)((i32x)p + (((i32x)shifted - 0x4b400000) << 23));
-    scaled = select16(x > 88.0f, splat(INFINITY), select16(x < -87.0f, splat(0.0f), scaled));
-    return select16(x != x, x, scaled);
+    scaled = select_lanes(x > 88.0f, splat(INFINITY), select_lanes(x < -87.0f, splat(0.0f), scaled));
+    return select_lanes(x != x, x, scaled);
 #endif
 }
-
-// What the tile function multiplies `rows` rows of words with: `num_segments` runs of `steps` words (the last may be shorter), each
-// with two vectors of columns, `gap` words apart, per word; `ldb` words from one to the next. A tile that multiplies for
-// longer than it reads asks memory for what comes next: from `ahead` on, `ahead_bytes` further at every step.
-typedef struct {
-    const int32_t *const *segments;
-    long num_segments, steps, last_steps, gap, ldb;
-    const char *ahead;
-    long ahead_bytes;
-} Columns;
-
-// out[r] = a[r] . columns, reduced in order. a: rows of words with stride lda; out: floats with stride ldo.
-INLINE void tile(int is_bf16, int rows, const int32_t *a, long lda, const Columns *columns, float *out, long ldo) {
-    f32x acc[TILE_ROWS][2];
-    const int32_t *a3 = a + 3 * lda, *a6 = a + 6 * lda, *a9 = a + 9 * lda;
-    const long ldb = columns->ldb, gap = columns->gap, ahead_bytes = columns->ahead_bytes;
-    const char *ahead = columns->ahead;
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = splat(0.0f);
-    for (long segment = 0, done = 0; segment < columns->num_segments; segment++) {
-        const int32_t *b = columns->segments[segment];
-        const long steps = segment + 1 < columns->num_segments ? columns->steps : columns->last_steps;
-        for (long end = done + steps; done < end; done++, b += ldb) {
-            i32x x = load_words(b), y = load_words(b + gap);
-            if (rows >= PREFETCHING_ROWS) {
-                __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + 64, 0, 2);
-                ahead += ahead_bytes;
-            }
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                const int32_t *base = r < 3 ? a : r < 6 ? a3 : r < 9 ? a6 : a9;
-                i32x w = splat_word(base[(r % 3) * lda + done]);
-                acc[r][0] = dot(is_bf16, acc[r][0], w, x);
-                acc[r][1] = dot(is_bf16, acc[r][1], w, y);
-            }
-        }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) store_floats(out + r * ldo, acc[r][0]), store_floats(out + r * ldo + LANES, acc[r][1]);
-}
-
-// One copy for each type and number of rows, so that the sums stay in registers.
-typedef void TileFunction(const int32_t *a, long lda, const Columns *columns, float *out, long ldo);
-#define TILE(rows) \
-    static void tile_bf16_##rows(const int32_t *a, long lda, const Columns *c, float *out, long ldo) { tile(1, rows, a, lda, c, out, ldo); } \
-    static void tile_fp32_##rows(const int32_t *a, long lda, const Columns *c, float *out, long ldo) { tile(0, rows, a, lda, c, out, ldo); }
-TILE(1) TILE(2)
-#if TILE_ROWS == 12
-TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
-#define ROWS_OF(type) {tile_##type##_1, tile_##type##_2, tile_##type##_3, tile_##type##_4, tile_##type##_5, tile_##type##_6, \
-                       tile_##type##_7, tile_##type##_8, tile_##type##_9, tile_##type##_10, tile_##type##_11, tile_##type##_12}
-#else
-#define ROWS_OF(type) {tile_##type##_1, tile_##type##_2}
-#endif
-static TileFunction *const TILES[2][TILE_ROWS] = {ROWS_OF(fp32), ROWS_OF(bf16)};
+INLINE f32x silu(f32x x) { return x / (exponential(-x) + 1.0f); }
+INLINE f32x hyperbolic_tangent(f32x x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
 
 INLINE long min_long(long a, long b) { return a < b ? a : b; }
 INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
-// Row stride, in words, of the activations that tiles read: an odd number of cache lines, so that twelve rows never
-// compete for the same cache set.
-INLINE long row_words(long used) { return (((used + LANES - 1) / LANES) | 1) * LANES; }
-
 // Buffers that only grow. Calls into this library never overlap: they hold Python's interpreter lock.
 enum { SCRATCH_NORMED, SCRATCH_QKV, SCRATCH_MIXED, SCRATCH_HIDDEN, SCRATCH_ACTIVATED, SCRATCH_UNITS, SCRATCH_STATES,
-       SCRATCH_QUERIES, NUM_SCRATCH };
+       SCRATCH_QUERIES, SCRATCH_PANELS, NUM_SCRATCH };
 static void *scratch(int which, size_t bytes) {
     static struct { void *memory; size_t bytes; } held[NUM_SCRATCH];
     if (held[which].bytes < bytes) {
