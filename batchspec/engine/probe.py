@@ -52,10 +52,11 @@ def probe_sampling(sampler: Sampler, model: PackedModel, num_rows: int = 64) -> 
     return None
 
 
-def probe_batch_invariance(model: PackedModel, max_rows: int = 640) -> str | None:
+def probe_batch_invariance(model: PackedModel, max_rows: int = 160) -> str | None:
     """None where a sequence's logits have the same bits alone and in every mix tried, else what differed first.
 
-    Tried: prefill alone and beside others; six tokens decoded one by one, in blocks, and beside 2 to `max_rows` rows.
+    Tried: a prefill alone and among other prefills and a row that decodes (470 positions, or what the context holds);
+    six tokens decoded one by one, in blocks, beside 2 to `max_rows` rows, and beside those prefills.
     """
     generator = torch.Generator().manual_seed(1)
 
@@ -63,7 +64,7 @@ def probe_batch_invariance(model: PackedModel, max_rows: int = 640) -> str | Non
         return torch.randint(model.vocab_size, (count,), generator=generator).tolist()
 
     prompt, answer, filler = tokens(min(_PROMPT_TOKENS, model.context_tokens - 32)), tokens(6), tokens(16)
-    num_fillers = -(-max_rows // len(filler))
+    num_fillers = max(_PREFILL_MATES, -(-max_rows // len(filler)))
     length = len(prompt) + len(answer)
     kv = model.new_cache(1 + 2 * blocks_for(length) + num_fillers * blocks_for(len(filler)), 2 + num_fillers)
     alone, mixed, *others = [kv.acquire_slot() for _ in range(2 + num_fillers)]
@@ -76,13 +77,16 @@ def probe_batch_invariance(model: PackedModel, max_rows: int = 640) -> str | Non
         return Segment(slot, answer[first:last], len(prompt) + first, False, range(last - first))
 
     def prefill(slot: int, ids: list[int]) -> Segment:
-        return Segment(slot, ids, 0, True, (len(ids) - 1,))
+        return Segment(slot, ids, 0, True, range(len(ids)))
 
-    expected_prefill = model.forward([prefill(alone, prompt)], kv)[0]
+    expected_prefill = model.forward([prefill(alone, prompt)], kv)
     expected = torch.cat([model.forward([decode(alone, i, i + 1)], kv) for i in range(len(answer))])
-    beside_others = [prefill(mixed, prompt), *(prefill(s, filler) for s in others[:_PREFILL_MATES])]
-    if not torch.equal(model.forward(beside_others, kv)[0], expected_prefill):
-        return f"a prefill beside {min(_PREFILL_MATES, len(others))} others"
+    prefills = [prefill(mixed, prompt), *(prefill(s, filler) for s in others[:_PREFILL_MATES])]
+    together = model.forward([decode(alone, 0, len(answer)), *prefills], kv)
+    if not torch.equal(together[len(answer) :][: len(prompt)], expected_prefill):
+        return f"a prefill beside {len(prefills) - 1} others and a row that decodes"
+    if not torch.equal(together[: len(answer)], expected):
+        return f"{len(answer)} positions decoded beside {len(prefills)} prefills"
     for first, last in ((0, 2), (2, 6), (0, 6)):
         if not torch.equal(model.forward([decode(mixed, first, last)], kv), expected[first:last]):
             return f"{last - first} positions decoded in one step"

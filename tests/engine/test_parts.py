@@ -206,7 +206,7 @@ def test_the_probe_sees_a_row_that_depends_on_its_batch(monkeypatch: pytest.Monk
     assert probe.probe_batch_invariance(model, max_rows=64) is None
     embed = model.module.get_input_embeddings()
     embed.register_forward_hook(lambda _module, _inputs, output: output * (1 + 1e-2 * (output.shape[1] > 20)))
-    assert "rows" in (probe.probe_batch_invariance(model, max_rows=64) or "")
+    assert "decoded beside" in (probe.probe_batch_invariance(model, max_rows=64) or "")
 
 
 def test_the_probe_sees_a_choice_that_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
