@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,29 +12,48 @@ from torch.overrides import TorchFunctionMode
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _PRODUCTS = {
     torch.nn.functional.linear,
-    torch.matmul,
-    torch.bmm,
-    torch.Tensor.matmul,
-    torch.Tensor.__matmul__,
-    torch.Tensor.bmm,
+    *(getattr(torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm")),
+    *(getattr(torch.Tensor, name) for name in ("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm")),
 }
 
 
 def plain_products(module: Any) -> AbstractContextManager[Any]:
     """What to call a plain module under: products in float32, each result rounded once to the module's dtype, where
-    torch would otherwise multiply one number at a time (on an AVX2 processor 1 GFLOP/s a core in place of 90)."""
-    is_slow = {
-        torch.bfloat16: not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: not torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-    }
-    return _Float32Products() if module.device.type == "cpu" and is_slow.get(module.dtype) else nullcontext()
+    torch would otherwise multiply one number at a time (on an AVX2 processor 1 GFLOP/s a core in place of 90).
+
+    Every product holds a float32 copy of its weight and of its result while it runs.
+    """
+    if module.device.type != "cpu" or module.dtype not in _HALF_DTYPES or _torch_multiplies(module.dtype):
+        return nullcontext()
+    return Float32Products()
 
 
-class _Float32Products(TorchFunctionMode):
+def _torch_multiplies(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    bf16, fp16 = torch.ops.mkldnn._is_mkldnn_bf16_supported, torch.ops.mkldnn._is_mkldnn_fp16_supported
+    return bool(bf16() if dtype == torch.bfloat16 else fp16())
+
+
+class Float32Products(TorchFunctionMode):
+    """Matrix products of half-precision tensors in float32."""
+
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func not in _PRODUCTS or args[0].dtype not in _HALF_DTYPES:
-            return func(*args, **(kwargs or {}))
-        wide = [x.float() if isinstance(x, torch.Tensor) else x for x in args]
-        return func(*wide, **(kwargs or {})).to(args[0].dtype)
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS:
+            return func(*args, **kwargs)
+        dtype = next(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        if dtype not in _HALF_DTYPES:
+            return func(*args, **kwargs)
+        result = func(*map(_widened, args), **{name: _widened(x) for name, x in kwargs.items()})
+        return result.to(dtype)
+
+
+def _widened(x: Any) -> Any:
+    return x.float() if isinstance(x, torch.Tensor) else x

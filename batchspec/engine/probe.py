@@ -22,6 +22,9 @@ _SAMPLING = (
 
 _PREFILL_MATES = 12
 
+# Rows of a mate in a decoding step: few, so that there are many sequences.
+_MATE_ROWS = 4
+
 # More than a chunk of prefill, and than a partition of keys that the attention kernel merges.
 _PROMPT_TOKENS = 270
 
@@ -56,7 +59,7 @@ def probe_batch_invariance(model: PackedModel, max_rows: int = 160) -> str | Non
     """None where a sequence's logits have the same bits alone and in every mix tried, else what differed first.
 
     Tried: a prefill alone and among other prefills and a row that decodes (470 positions, or what the context holds);
-    six tokens decoded one by one, in blocks, beside 2 to `max_rows` rows, and beside those prefills.
+    six tokens decoded one by one, in blocks, in steps of 7 to `max_rows` rows, and beside those prefills.
     """
     generator = torch.Generator().manual_seed(1)
 
@@ -64,7 +67,7 @@ def probe_batch_invariance(model: PackedModel, max_rows: int = 160) -> str | Non
         return torch.randint(model.vocab_size, (count,), generator=generator).tolist()
 
     prompt, answer, filler = tokens(min(_PROMPT_TOKENS, model.context_tokens - 32)), tokens(6), tokens(16)
-    num_fillers = max(_PREFILL_MATES, -(-max_rows // len(filler)))
+    num_fillers = max(_PREFILL_MATES, -(-max_rows // _MATE_ROWS))
     length = len(prompt) + len(answer)
     kv = model.new_cache(1 + 2 * blocks_for(length) + num_fillers * blocks_for(len(filler)), 2 + num_fillers)
     alone, mixed, *others = [kv.acquire_slot() for _ in range(2 + num_fillers)]
@@ -77,13 +80,14 @@ def probe_batch_invariance(model: PackedModel, max_rows: int = 160) -> str | Non
         return Segment(slot, answer[first:last], len(prompt) + first, False, range(last - first))
 
     def prefill(slot: int, ids: list[int]) -> Segment:
-        return Segment(slot, ids, 0, True, range(len(ids)))
+        return Segment(slot, ids, 0, True, (len(ids) - 1,))
 
-    expected_prefill = model.forward([prefill(alone, prompt)], kv)
+    every_position = Segment(alone, prompt, 0, True, range(len(prompt)))
+    expected_prefill = model.forward([every_position], kv)[-1]
     expected = torch.cat([model.forward([decode(alone, i, i + 1)], kv) for i in range(len(answer))])
     prefills = [prefill(mixed, prompt), *(prefill(s, filler) for s in others[:_PREFILL_MATES])]
     together = model.forward([decode(alone, 0, len(answer)), *prefills], kv)
-    if not torch.equal(together[len(answer) :][: len(prompt)], expected_prefill):
+    if not torch.equal(together[len(answer)], expected_prefill):
         return f"a prefill beside {len(prefills) - 1} others and a row that decodes"
     if not torch.equal(together[: len(answer)], expected):
         return f"{len(answer)} positions decoded beside {len(prefills)} prefills"
@@ -94,7 +98,7 @@ def probe_batch_invariance(model: PackedModel, max_rows: int = 160) -> str | Non
     while num_rows <= max_rows:
         mates, left = [], num_rows - len(answer)
         for slot in others:
-            block = filler[: min(left, len(filler))]
+            block = filler[: min(left, _MATE_ROWS)]
             if block:
                 mates.append(Segment(slot, block, 0, False, range(len(block))))
             left -= len(block)

@@ -1,7 +1,7 @@
 """The engine on every workload, interleaved with its peers, each as a fraction of what this machine allows.
 
-What it allows is measured right before and right after each of our runs, since it changes from minute to minute; the
-better of the two counts.
+What it allows is measured before and after every run, since it changes from minute to minute; the better of the two
+counts.
 
   python pipelines/benchmarks/engine_speed.py INPUT --model DIR [--workloads batch-32,batch-1] [--repeats 3]
     [--peers 'vllm=.venv-vllm/bin/python PEERS.py --engine vllm'] [--json FILE] [--table FILE]
@@ -21,13 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from roofline import Machine, best, least_seconds, measure_machine
+from roofline import best, least_seconds, measure_machine
 from transformers import AutoTokenizer
 from workloads import WORKLOADS, Workload, write_workload
 
@@ -42,10 +43,8 @@ from batchspec.profile.scope import ListSource
 from batchspec.types import Completion, Method, Route, SamplingParams
 
 
-def run_ours(
-    workload: Workload, path: Path, args: argparse.Namespace, shares: bool
-) -> tuple[dict[str, Any], list[Completion]]:
-    """One cold run: seconds, tokens, cached tokens; and its completions."""
+def run_ours(workload: Workload, path: Path, args: argparse.Namespace, shares: bool = True) -> dict[str, Any]:
+    """One cold run: seconds, tokens, cached tokens; `sizes` are each row's (input, output, cached input) tokens."""
     config = EngineConfig(model=args.model, dtype="bfloat16", max_batch=workload.batch, no_shared_prefixes=not shares)
     engine = load_torch_engine(config, args.device, args.threads, 1.0, StepAttributionRule())
     sampling = SamplingParams(max_new_tokens=workload.max_new_tokens)
@@ -55,13 +54,13 @@ def run_ours(
         o for o in engine.run(ListSource(rows), StaticPolicy(Route(Method.TARGET_ONLY))) if isinstance(o, Completion)
     ]
     seconds = time.perf_counter() - started
-    figures = {
+    return {
         "seconds": seconds,
         "output_tokens": sum(o.output_tokens for o in done),
         "input_tokens": sum(o.input_tokens for o in done),
         "cached_input_tokens": sum(o.cached_input_tokens for o in done),
+        "sizes": [(o.input_tokens, o.output_tokens, o.cached_input_tokens) for o in done],
     }
-    return figures, done
 
 
 def run_peer(command: str, workload: Workload, path: Path, model: str, threads: int) -> dict[str, Any] | None:
@@ -78,40 +77,36 @@ def run_peer(command: str, workload: Workload, path: Path, model: str, threads: 
 
 
 def measure(workload: Workload, path: Path, args: argparse.Namespace, model: PackedModel | None) -> dict[str, Any]:
-    """Every contender in turn, `--repeats` times over. `model` is what the machine is measured by, if it is."""
-    runs: dict[str, list[dict[str, Any]]] = {}
-    machines: list[Machine] = []
+    """Every contender in turn, `--repeats` times over. `model` is what the machine is measured by, if it is.
+
+    The least time is that of our rows, with what they share computed once: also for the others."""
+    contenders: dict[str, Callable[[], dict[str, Any] | None]] = {"batchspec": partial(run_ours, workload, path, args)}
+    if workload.name == "shared-prefix-100":
+        contenders["batchspec, reuse off"] = partial(run_ours, workload, path, args, shares=False)
+    for peer in args.peers:
+        name, _, command = peer.partition("=")
+        contenders[name] = partial(run_peer, command, workload, path, args.model, args.threads)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    machines = [] if model is None else [measure_machine(model, args.threads)]
     for _ in range(args.repeats):
-        before = None if model is None else measure_machine(model, args.threads)
-        figures, done = run_ours(workload, path, args, shares=True)
-        least = float("nan")
-        if model is not None and before is not None:
-            machines.append(best([before, measure_machine(model, args.threads)]))
-            sizes = [(o.input_tokens, o.output_tokens, o.cached_input_tokens) for o in done]
-            least = least_seconds(model, machines[-1], sizes, workload.batch)
-        add(runs, workload.name, "batchspec", figures, least)
-        if workload.name == "shared-prefix-100":
-            figures, _ = run_ours(workload, path, args, shares=False)
-            add(runs, workload.name, "batchspec, reuse off", figures, least)
-        for peer in args.peers:
-            name, _, command = peer.partition("=")
-            figures_of_peer = run_peer(command, workload, path, args.model, args.threads)
-            if figures_of_peer is not None:
-                add(runs, workload.name, name, figures_of_peer, least)
-    machine = [m.as_json() for m in machines]
-    return {"workload": workload.name, "batch": workload.batch, "machine": machine, "runs": runs}
-
-
-def add(
-    runs: dict[str, list[dict[str, Any]]], workload: str, name: str, figures: dict[str, Any], least_seconds: float
-) -> None:
-    """Keep and print a run: the least time as a fraction of it, and our own speed in the same round as a multiple."""
-    ours = figures if name == "batchspec" else runs["batchspec"][-1]
-    rates = [run["output_tokens"] / run["seconds"] for run in (ours, figures)]
-    of_least = least_seconds / figures["seconds"]
-    run = {**figures, "engine": name, "of_the_least_time": of_least, "batchspec_is": rates[0] / rates[1]}
-    runs.setdefault(name, []).append(run)
-    print(json.dumps({"workload": workload, **run}), flush=True)
+        for name, run in contenders.items():
+            figures = run()
+            if model is not None:
+                machines.append(measure_machine(model, args.threads))
+            if figures is None:
+                continue
+            if name == "batchspec":
+                sizes, ours = figures.pop("sizes"), figures
+            figures.pop("sizes", None)
+            rates = [x["output_tokens"] / x["seconds"] for x in (ours, figures)]
+            found = {**figures, "engine": name, "of_the_least_time": None, "batchspec_is": rates[0] / rates[1]}
+            if model is not None:
+                least = least_seconds(model, best(machines[-2:]), sizes, workload.batch)
+                found["of_the_least_time"] = least / figures["seconds"]
+            runs[name].append(found)
+            print(json.dumps({"workload": workload.name, **found}), flush=True)
+    found_machines = [machine.as_json() for machine in machines]
+    return {"workload": workload.name, "batch": workload.batch, "machines": found_machines, "runs": runs}
 
 
 def spread(figures: Sequence[float], form: str) -> str:
@@ -119,12 +114,12 @@ def spread(figures: Sequence[float], form: str) -> str:
 
 
 def table(results: list[dict[str, Any]], versions: dict[str, str], threads: int) -> str:
-    machines = [machine for result in results for machine in result["machine"]]
+    machines = [machine for result in results for machine in result["machines"]]
     limits = ""
     if machines:
         read = spread([m["read_bytes_per_second"] / 1e9 for m in machines], ".1f")
         products = spread([m["flops_per_second"] / 1e9 for m in machines], ".0f")
-        limits = f"{read} GB/s read, {products} GFLOP/s in the model's own products, {threads} threads. "
+        limits = f"{read} GB/s read, {products} GFLOP/s in products of the model's shapes, {threads} threads. "
     lines = [
         f"{processor()}: {limits}" + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
         "",
@@ -133,13 +128,15 @@ def table(results: list[dict[str, Any]], versions: dict[str, str], threads: int)
     ]
     for result in results:
         for name, runs in result["runs"].items():
+            if not runs:
+                continue
             seconds = [run["seconds"] for run in runs]
             rates = [run["output_tokens"] / run["seconds"] for run in runs]
             factor = statistics.median(run["batchspec_is"] for run in runs)
-            of_least = spread([run["of_the_least_time"] for run in runs], ".2f")
+            of_least = [run["of_the_least_time"] for run in runs if run["of_the_least_time"] is not None]
             lines.append(
                 f"| {result['workload']} | {name} | {spread(seconds, '.1f')} | {statistics.median(rates):.1f} | "
-                f"{of_least} | {factor:.2f}x |"
+                f"{spread(of_least, '.2f') if of_least else ''} | {factor:.2f}x |"
             )
     return "\n".join(lines) + "\n"
 

@@ -56,6 +56,7 @@ def best(machines: Sequence[Machine]) -> Machine:
 def measure_machine(model: PackedModel, threads: int, repeats: int = 9) -> Machine:
     data = torch.ones(2**28, dtype=torch.float32)
     read = data.numel() * 4 / median_seconds(data.sum, repeats)
+    del data
     return Machine(threads, read, max(_product_rates(linears_of(model), repeats)))
 
 
@@ -65,12 +66,17 @@ def _product_rates(linears: Sequence[PackedLinear], repeats: int) -> Iterator[fl
 
     def rate(products: Sequence[Callable[[torch.Tensor], torch.Tensor]], dtype: torch.dtype) -> float:
         inputs = [torch.randn(_ROWS, linear.in_features, dtype=dtype) for linear in linears]
-        return flops / median_seconds(lambda: [f(x) for f, x in zip(products, inputs, strict=True)], repeats)
+
+        def run() -> None:
+            for product, x in zip(products, inputs, strict=True):
+                product(x)
+
+        return flops / median_seconds(run, repeats)
 
     yield rate(linears, torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
         if dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            weights = [torch.randn(linear.out_features, linear.in_features, dtype=dtype) for linear in linears]
+            weights = [torch.zeros(linear.out_features, linear.in_features, dtype=dtype) for linear in linears]
             yield rate([partial(torch.nn.functional.linear, weight=weight) for weight in weights], dtype)
 
 

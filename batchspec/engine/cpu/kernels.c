@@ -29,10 +29,12 @@ static void rms_norm(int is_bf16, const void *in, const void *weight, float eps,
 // Rotate one head in place, x * cos + rotate_half(x) * sin, rounded where transformers rounds.
 INLINE void rotate(int is_bf16, void *head, const void *cos, const void *sin, long dim) {
     for (long i = 0, half = dim / 2; i < half; i += LANES) {
-        long lanes = min_long(LANES, half - i), j = i + half;  // a half of fewer lanes: the rest is not stored
-        f32x x = load(is_bf16, head, i), y = load(is_bf16, head, j);
-        f32x first = round_lanes(is_bf16, x * load(is_bf16, cos, i)) + round_lanes(is_bf16, -y * load(is_bf16, sin, i));
-        f32x second = round_lanes(is_bf16, y * load(is_bf16, cos, j)) + round_lanes(is_bf16, x * load(is_bf16, sin, j));
+        long lanes = min_long(LANES, half - i), j = i + half;
+        f32x x = load_some(is_bf16, head, i, lanes), y = load_some(is_bf16, head, j, lanes);
+        f32x cos_x = load_some(is_bf16, cos, i, lanes), sin_x = load_some(is_bf16, sin, i, lanes);
+        f32x cos_y = load_some(is_bf16, cos, j, lanes), sin_y = load_some(is_bf16, sin, j, lanes);
+        f32x first = round_lanes(is_bf16, x * cos_x) + round_lanes(is_bf16, -y * sin_x);
+        f32x second = round_lanes(is_bf16, y * cos_y) + round_lanes(is_bf16, x * sin_y);
         store_some(is_bf16, head, i, first, lanes);
         store_some(is_bf16, head, j, second, lanes);
     }
@@ -50,9 +52,9 @@ static long sequence_of(const Step *step, long row) {
 void batchspec_layer(int threads, const Layer *layer, const Step *step, const void *hidden, const void *cos, const void *sin,
                      void *key_pool, void *value_pool, void *out) {
     const Attention *at = &layer->attention;
-    const int is_bf16 = at->is_bf16, operands = operand_is_bf16(is_bf16);  // whether those are bf16
+    const int is_bf16 = at->is_bf16, operands_are_bf16 = operand_is_bf16(is_bf16);
     const long rows = step->num_rows, size = layer->hidden_size, dim = at->head_dim, bytes = element_bytes(is_bf16);
-    const long per_word = operands ? 2 : 1, num_heads = at->num_heads, kv_heads = at->num_kv_heads;
+    const long per_word = operands_are_bf16 ? 2 : 1, num_heads = at->num_heads, kv_heads = at->num_kv_heads;
     const long ldn = row_words(operand_words(is_bf16, size)), ldm = row_words(operand_words(is_bf16, num_heads * dim));
     const long lda = row_words(operand_words(is_bf16, layer->intermediate_size)), ldq = (num_heads + 2 * kv_heads) * dim;
     const long attended = step->query_starts[step->num_seqs];
@@ -60,13 +62,12 @@ void batchspec_layer(int threads, const Layer *layer, const Step *step, const vo
     char *activated = scratch(SCRATCH_ACTIVATED, rows * lda * 4), *qkv = scratch(SCRATCH_QKV, (rows * ldq + COLUMNS) * bytes);
     char *middle = scratch(SCRATCH_HIDDEN, rows * size * bytes);
     Plan plan = plan_attention(at, step, threads);
-    reserve_panels(threads, max_long(max_long(size, num_heads * dim), layer->intermediate_size));
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++)
             rms_norm(is_bf16, (const char *)hidden + r * size * bytes, layer->input_norm, layer->input_norm_eps, size,
-                     operands, normed + r * ldn * 4);
+                     operands_are_bf16, normed + r * ldn * 4);
         linear(is_bf16, &layer->qkv, PLAIN, rows, (const int32_t *)normed, ldn, NULL, qkv, ldq);
 #pragma omp barrier
 #pragma omp for schedule(static)
@@ -84,13 +85,13 @@ void batchspec_layer(int threads, const Layer *layer, const Step *step, const vo
             long seq = sequence_of(step, r), position = step->first_positions[seq] + r - step->query_starts[seq];
             write_kv(at, step, seq, position, r + 1 == step->query_starts[seq + 1], keys, values, key_pool, value_pool);
         }
-        attend(at, step, &plan, qkv, ldq, key_pool, value_pool, operands, mixed, ldm * per_word);
+        attend(at, step, &plan, qkv, ldq, key_pool, value_pool, operands_are_bf16, mixed, ldm * per_word);
         linear(is_bf16, &layer->output, ADD_RESIDUAL, rows, (const int32_t *)mixed, ldm, hidden, middle, size);
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++)
             rms_norm(is_bf16, middle + r * size * bytes, layer->post_attention_norm, layer->post_attention_norm_eps, size,
-                     operands, normed + r * ldn * 4);
+                     operands_are_bf16, normed + r * ldn * 4);
         linear(is_bf16, &layer->gate_up, SILU_MUL, rows, (const int32_t *)normed, ldn, NULL, activated, lda * per_word);
 #pragma omp barrier
         linear(is_bf16, &layer->down, ADD_RESIDUAL, rows, (const int32_t *)activated, lda, middle, out, size);
@@ -119,7 +120,6 @@ void batchspec_attention(int threads, const Attention *at, const Step *step, con
 void batchspec_linear(int threads, int64_t is_bf16, const Linear *weight, int64_t num_rows, const void *in, void *out) {
     long in_features = weight->in_features, lda = row_words(operand_words(is_bf16, in_features));
     int32_t *rows = scratch(SCRATCH_NORMED, num_rows * lda * sizeof(int32_t));
-    reserve_panels(threads, in_features);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)

@@ -80,14 +80,8 @@ INLINE f32x first_of_pair(i32x pairs) { return (f32x)(pairs << 16); }
 INLINE f32x second_of_pair(i32x pairs) { return (f32x)(pairs & splat_word((int32_t)0xffff0000u)); }
 
 INLINE float widen(uint16_t x) { uint32_t bits = (uint32_t)x << 16; float f; memcpy(&f, &bits, 4); return f; }
-INLINE uint16_t narrow(float x) {  // to nearest, ties to even
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint16_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return x == x ? rounded : 0x7fc0;
-}
 INLINE f32x widen_lanes(u16x v) { return (f32x)(__builtin_convertvector(v, u32x) << 16); }
-INLINE u16x narrow_lanes(f32x v) {
+INLINE u16x narrow_lanes(f32x v) {  // to nearest, ties to even
 #ifdef __AVX512BF16__
     return (u16x)_mm512_cvtneps_pbh((__m512)v);
 #else
@@ -107,6 +101,12 @@ INLINE void store(int is_bf16, void *array, long index, f32x v) {
     if (!is_bf16) { store_floats((float *)array + index, v); return; }
     u16x narrowed = narrow_lanes(v);
     memcpy((uint16_t *)array + index, &narrowed, sizeof narrowed);
+}
+INLINE f32x load_some(int is_bf16, const void *array, long index, long lanes) {  // zeros for the rest
+    if (lanes >= LANES) return load(is_bf16, array, index);
+    char spare[LANES * sizeof(float)] = {0};
+    memcpy(spare, (const char *)array + index * element_bytes(is_bf16), lanes * element_bytes(is_bf16));
+    return load(is_bf16, spare, 0);
 }
 INLINE void store_some(int is_bf16, void *array, long index, f32x v, long lanes) {
     if (lanes >= LANES) { store(is_bf16, array, index, v); return; }
@@ -131,7 +131,10 @@ INLINE void copy_to_operands(int is_bf16, void *to, const void *from, long eleme
     if (is_bf16 == operand_is_bf16(is_bf16)) { memcpy(to, from, elements * element_bytes(is_bf16)); return; }
     long i = 0;
     for (; i + LANES <= elements; i += LANES) store_floats((float *)to + i, load(1, from, i));
-    for (; i < elements; i++) ((float *)to)[i] = load_one(1, from, i);
+    for (; i < elements; i++) {
+        float x = load_one(1, from, i);
+        memcpy((float *)to + i, &x, sizeof x);
+    }
 }
 INLINE float sum_lanes(f32x v) {
     float lane[LANES];
@@ -193,7 +196,7 @@ INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
 // Buffers that only grow. Calls into this library never overlap: they hold Python's interpreter lock.
 enum { SCRATCH_NORMED, SCRATCH_QKV, SCRATCH_MIXED, SCRATCH_HIDDEN, SCRATCH_ACTIVATED, SCRATCH_UNITS, SCRATCH_STATES,
-       SCRATCH_QUERIES, SCRATCH_PANELS, NUM_SCRATCH };
+       SCRATCH_QUERIES, NUM_SCRATCH };
 static void *scratch(int which, size_t bytes) {
     static struct { void *memory; size_t bytes; } held[NUM_SCRATCH];
     if (held[which].bytes < bytes) {

@@ -2,20 +2,20 @@
 #define COLUMNS 32
 #define HALF 16  // columns that lie side by side in memory, of a tile's two halves
 
-// Rows of a tile, whose sums (and some operands) fill the processor's registers: 32 of them, or 16 narrower ones. The
+// Rows of a tile, whose sums (and some operands) fill the processor's registers: 32 of AVX-512 or NEON, 16 of AVX2. The
 // latter hold the sums of up to WIDE_ROWS rows over all columns, of more rows over one half after the other. From
-// PREFETCHING_ROWS on a tile asks memory for what comes next; the only tile of a panel asks ONLY_TILE_AHEAD words ahead of
-// where it reads, or for the next panel where that is 0.
+// PREFETCHING_ROWS on a tile asks memory for what comes next; the only tile of a panel of so many steps asks this many
+// words ahead of where it reads.
 #if LANES == 16
 #define TILE_ROWS 12
 #define WIDE_ROWS 12
 #define PREFETCHING_ROWS 8
-#define ONLY_TILE_AHEAD 0
+#define ONLY_TILE_AHEAD(steps) ((steps) * COLUMNS)  // the next panel
 #else
 #define TILE_ROWS 6
 #define WIDE_ROWS 3
 #define PREFETCHING_ROWS 1
-#define ONLY_TILE_AHEAD 512
+#define ONLY_TILE_AHEAD(steps) 512
 #endif
 
 // What a tile multiplies `rows` rows of words with: `num_segments` runs of `steps` words (the last may be shorter), each
@@ -28,7 +28,7 @@ typedef struct {
     long ahead_bytes;
 } Columns;
 
-// acc[r][v] + a[r] . b[v] for one word of columns; `a` of row 3 i + j is at base[i] + j * lda.
+// acc[r][v] += a[r] . b[v] for one word of columns; `a` of row 3 i + j is at base[i] + j * lda.
 INLINE void multiply_word(int is_bf16, int rows, int vectors, const int32_t *const base[4], long lda, const i32x *b,
                           f32x (*acc)[COLUMNS / LANES]) {
     const int parts = is_bf16 && !MULTIPLIES_PAIRS ? 2 : 1;
@@ -51,7 +51,7 @@ INLINE void multiply_word(int is_bf16, int rows, int vectors, const int32_t *con
 INLINE void strip(int is_bf16, int rows, int vectors, int first, const int32_t *a, long lda, const Columns *columns,
                   float *out, long ldo) {
     f32x acc[TILE_ROWS][COLUMNS / LANES];
-    const long operands = operand_words(is_bf16, is_bf16 ? 2 : 1);  // of a word of columns
+    const long words_per_step = operand_words(is_bf16, is_bf16 ? 2 : 1);  // of a row of `a`
     const long ldb = columns->ldb, gap = columns->gap, ahead_bytes = columns->ahead_bytes;
     const char *ahead = columns->ahead;
 #pragma GCC unroll 12
@@ -61,7 +61,7 @@ INLINE void strip(int is_bf16, int rows, int vectors, int first, const int32_t *
     for (long segment = 0, done = 0; segment < columns->num_segments; segment++) {
         const int32_t *b = columns->segments[segment];
         const long steps = segment + 1 < columns->num_segments ? columns->steps : columns->last_steps;
-        for (long end = done + steps; done < end; done++, b += ldb, a += operands) {
+        for (long end = done + steps; done < end; done++, b += ldb, a += words_per_step) {
             i32x x[COLUMNS / LANES];
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; v++) {
