@@ -49,8 +49,9 @@ static long sequence_of(const Step *step, long row) {
     return low;
 }
 
-void batchspec_layer(int threads, const Layer *layer, const Step *step, const void *hidden, const void *cos, const void *sin,
-                     void *key_pool, void *value_pool, void *out) {
+// out may be hidden.
+static void decode_layer(int threads, const Layer *layer, const Step *step, const void *hidden, const void *cos,
+                         const void *sin, void *key_pool, void *value_pool, void *out) {
     const Attention *at = &layer->attention;
     const int is_bf16 = at->is_bf16, operands_are_bf16 = operand_is_bf16(is_bf16);
     const long rows = step->num_rows, size = layer->hidden_size, dim = at->head_dim, bytes = element_bytes(is_bf16);
@@ -96,6 +97,13 @@ void batchspec_layer(int threads, const Layer *layer, const Step *step, const vo
 #pragma omp barrier
         linear(is_bf16, &layer->down, ADD_RESIDUAL, rows, (const int32_t *)activated, lda, middle, out, size);
     }
+}
+
+// Consecutive layers, each with K and V pools of its own.
+void batchspec_layers(int threads, int64_t num_layers, const Layer *layers, const Step *step, const void *hidden,
+                      const void *cos, const void *sin, void *const *key_pools, void *const *value_pools, void *out) {
+    for (int64_t i = 0; i < num_layers; i++)
+        decode_layer(threads, &layers[i], step, i ? out : hidden, cos, sin, key_pools[i], value_pools[i], out);
 }
 
 void batchspec_attention(int threads, const Attention *at, const Step *step, const void *queries, const void *keys,

@@ -6,6 +6,7 @@ Every result row depends on that row's inputs alone, bit for bit, whatever the n
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 
@@ -176,24 +177,41 @@ def attention(
     return out
 
 
-def decoder_layer(
-    layer: CLayer, step: PackedStep, index: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+def decoder_layers(
+    layers: ctypes.Array[CLayer],
+    step: PackedStep,
+    first_index: int,
+    hidden: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
 ) -> torch.Tensor:
-    """One whole decoder layer; hidden [1, T, size], cos and sin [1, T, head_dim]. Writes K and V into the cache."""
+    """Whole decoder layers, one after the other, from the model's layer `first_index` on; hidden [1, T, size], cos and
+    sin [1, T, head_dim]. Writes K and V into the cache."""
     hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
     out = torch.empty_like(hidden)
-    _library().batchspec_layer(
+    pools = slice(first_index, first_index + len(layers))
+    _library().batchspec_layers(
         torch.get_num_threads(),
-        ctypes.byref(layer),
+        len(layers),
+        layers,
         ctypes.byref(c_step(step)),
         hidden.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
-        step.kv.keys[index].data_ptr(),
-        step.kv.values[index].data_ptr(),
+        _addresses(step.kv.keys[pools]),
+        _addresses(step.kv.values[pools]),
         out.data_ptr(),
     )
     return out
+
+
+def c_layers(layers: Sequence[CLayer]) -> ctypes.Array[CLayer]:
+    """A C array of layers. It holds the addresses that they hold."""
+    return (CLayer * len(layers))(*layers)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[c_void_p]:
+    return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -218,8 +236,8 @@ def _library() -> ctypes.PyDLL:
     pointer = c_void_p
     library.batchspec_linear.argtypes = (c_int, c_int64, pointer, c_int64, pointer, pointer)
     library.batchspec_attention.argtypes = (c_int, *[pointer] * 8)
-    library.batchspec_layer.argtypes = (c_int, *[pointer] * 8)
+    library.batchspec_layers.argtypes = (c_int, c_int64, *[pointer] * 8)
     library.batchspec_argmax.argtypes = (c_int, c_int64, c_int64, c_int64, pointer, pointer)
-    for name in ("linear", "attention", "layer", "argmax"):
+    for name in ("linear", "attention", "layers", "argmax"):
         getattr(library, f"batchspec_{name}").restype = None
     return library

@@ -6,6 +6,7 @@ random step agrees with what the plain layer adds; every other layer keeps its o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class PackedLinear(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """A Llama-type decoder layer (optionally with biases and query/key norms) in one call."""
+    """A Llama-type decoder layer (optionally with biases and query/key norms)."""
 
     def __init__(self, layer: Any, settings: kernels.CAttention) -> None:
         super().__init__()
@@ -66,6 +67,16 @@ class FusedLayer(nn.Module):
             *(0.0 if norm is None else _eps(norm) for norm in norms),
         )
 
+
+class FusedLayers(nn.Module):
+    """Consecutive decoder layers in one call."""
+
+    def __init__(self, layers: Sequence[FusedLayer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.first_index = layers[0].layer_idx
+        self.c = kernels.c_layers([layer.c for layer in layers])
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -74,7 +85,7 @@ class FusedLayer(nn.Module):
         batchspec_step: PackedStep,
         **_: Any,
     ) -> torch.Tensor:
-        return kernels.decoder_layer(self.c, batchspec_step, self.layer_idx, hidden_states, *position_embeddings)
+        return kernels.decoder_layers(self.c, batchspec_step, self.first_index, hidden_states, *position_embeddings)
 
 
 def prepare_model(module: Any, layers: tuple[LayerShape, ...]) -> int:
@@ -117,11 +128,23 @@ def _fuse_layers(module: Any, layers: tuple[LayerShape, ...]) -> int:
         if found is None or keywords["position_embeddings"][0].shape[-1] != found.head_dim:
             continue
         fused = FusedLayer(layer, found)
-        got = fused(*arguments, **{**keywords, "batchspec_step": _check_step(module, layers)})
+        alone = FusedLayers([fused])
+        got = alone(*arguments, **{**keywords, "batchspec_step": _check_step(module, layers)})
         if _adds_the_same(got.float(), expected.float(), arguments[0].float(), module.dtype):
-            module.set_submodule(name, fused)
+            module.set_submodule(name, alone)
             num_fused += 1
+    _join_layers(module)
     return num_fused
+
+
+def _join_layers(module: Any) -> None:
+    """Where all layers of a model's list are fused, they become the only element of it: models of the known classes
+    call the elements in turn, each with the same arguments but for the mask, which ours do not look at."""
+    for name, stack in list(module.named_modules()):
+        elements = list(stack.children()) if isinstance(stack, nn.ModuleList) else []
+        if len(elements) > 1 and all(isinstance(element, FusedLayers) for element in elements):
+            layers = [layer for layer in stack.modules() if isinstance(layer, FusedLayer)]
+            module.set_submodule(name, nn.ModuleList([FusedLayers(layers)]))
 
 
 def _adds_the_same(got: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, dtype: torch.dtype) -> bool:
