@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from batchspec.engine.engine import EngineParts
     from batchspec.engine.timing import Shape
 
-_POSITIONS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_POSITIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _SHORT_CONTEXT = 64
 _LONG_CONTEXT = 1024
 _WIDE = 4

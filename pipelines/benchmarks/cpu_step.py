@@ -3,7 +3,7 @@
     python pipelines/benchmarks/cpu_step.py [MODEL_DIRECTORY] [--threads 2] [--repeats 9]
 
 The least time is that of the step's bytes (weights, K and V, logits) at the memory read rate, or of its multiplications
-at the rate of large packed products, whichever is longer. Both rates are measured first. Without a directory the demo
+at the rate of large products, whichever is longer. Both rates are measured first. Without a directory the demo
 model is taken.
 """
 

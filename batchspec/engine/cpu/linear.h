@@ -40,7 +40,7 @@ static void linear(int is_bf16, const Linear *w, Epilogue epilogue, long num_row
     for (long panel = panels * thread / threads; panel < panels * (thread + 1) / threads; panel++) {
         // The next panel comes from memory while this one is multiplied, each large tile asking for its part.
         const int32_t *b = w->panels + panel * steps * COLUMNS;
-        const int32_t *ahead = b + (num_rows <= TILE_ROWS ? ONLY_TILE_AHEAD(steps) : steps * COLUMNS);
+        const int32_t *ahead = b + (num_rows <= WIDE_ROWS ? READ_AHEAD(steps) : steps * COLUMNS);
         long next_bytes = steps * COLUMNS * sizeof *b / large_tiles;
         Columns columns = {&b, 1, steps, steps, HALF, COLUMNS, (const char *)ahead, next_bytes / steps};
         for (long row = 0; row < num_rows; row += TILE_ROWS, columns.ahead += next_bytes) {

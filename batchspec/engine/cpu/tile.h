@@ -4,23 +4,23 @@
 
 // Rows of a tile, whose sums (and some operands) fill the processor's registers: 32 of AVX-512 or NEON, 16 of AVX2. The
 // latter hold the sums of up to WIDE_ROWS rows over all columns, of more rows over one half after the other. From
-// PREFETCHING_ROWS on a tile asks memory for what comes next; the only tile of a panel of so many steps asks this many
-// words ahead of where it reads.
+// PREFETCHING_ROWS on a tile asks memory for what comes next; one that reads its panel once asks this many words ahead of
+// where it reads, in a panel of so many steps.
 #if LANES == 16
 #define TILE_ROWS 12
 #define WIDE_ROWS 12
 #define PREFETCHING_ROWS 8
-#define ONLY_TILE_AHEAD(steps) ((steps) * COLUMNS)  // the next panel
+#define READ_AHEAD(steps) ((steps) * COLUMNS)  // the next panel
 #else
 #define TILE_ROWS 6
 #define WIDE_ROWS 3
 #define PREFETCHING_ROWS 1
-#define ONLY_TILE_AHEAD(steps) 512
+#define READ_AHEAD(steps) 512
 #endif
 
 // What a tile multiplies `rows` rows of words with: `num_segments` runs of `steps` words (the last may be shorter), each
 // with two halves of columns, `gap` words apart, per word; `ldb` words from one to the next. What comes next is asked of
-// memory from `ahead` on, `ahead_bytes` further at every step.
+// memory from `ahead` on, `ahead_bytes` (at most two lines) at every step; each strip of columns asks for its share.
 typedef struct {
     const int32_t *const *segments;
     long num_segments, steps, last_steps, gap, ldb;
@@ -47,13 +47,16 @@ INLINE void multiply_word(int is_bf16, int rows, int vectors, const int32_t *con
     }
 }
 
+INLINE long num_steps(const Columns *columns) { return (columns->num_segments - 1) * columns->steps + columns->last_steps; }
+
 // out[r] = a[r] . columns over `vectors` vectors from column `first` on, reduced in order.
 INLINE void strip(int is_bf16, int rows, int vectors, int first, const int32_t *a, long lda, const Columns *columns,
                   float *out, long ldo) {
     f32x acc[TILE_ROWS][COLUMNS / LANES];
     const long words_per_step = operand_words(is_bf16, is_bf16 ? 2 : 1);  // of a row of `a`
     const long ldb = columns->ldb, gap = columns->gap, ahead_bytes = columns->ahead_bytes;
-    const char *ahead = columns->ahead;
+    const int strips = COLUMNS / (vectors * LANES);
+    const char *ahead = columns->ahead + ahead_bytes * (first / (vectors * LANES)) / strips * num_steps(columns);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -68,9 +71,10 @@ INLINE void strip(int is_bf16, int rows, int vectors, int first, const int32_t *
                 const int column = first + v * LANES;
                 x[v] = load_words(b + column / HALF * gap + column % HALF);
             }
-            if (rows >= PREFETCHING_ROWS && first == 0) {
-                __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + 64, 0, 2);
-                ahead += ahead_bytes;
+            if (rows >= PREFETCHING_ROWS) {
+                __builtin_prefetch(ahead, 0, 2);
+                if (strips == 1) __builtin_prefetch(ahead + 64, 0, 2);
+                ahead += ahead_bytes / strips;
             }
             const int32_t *const base[4] = {a, a + 3 * lda, a + 6 * lda, a + 9 * lda};
             multiply_word(is_bf16, rows, vectors, base, lda, x, acc);
