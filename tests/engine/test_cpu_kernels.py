@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig, GraniteConfig, SmolL
 
 from batchspec.engine import cpu, probe
 from batchspec.engine.cpu import build, kernels
-from batchspec.engine.cpu.modules import FusedLayer, PackedLinear
+from batchspec.engine.cpu.modules import FusedLayer, FusedLayers, PackedLinear
 from batchspec.engine.kv_cache import KVCache, LayerShape, blocks_for
 from batchspec.engine.model import wrap_model
 from batchspec.engine.packed import PackedStep, Segment, pack
@@ -225,7 +225,8 @@ def test_known_layers_are_fused_and_answer_as_before(case: str, dtype: torch.dty
     with torch.inference_mode():
         expected = plain(ids).logits[0]
     model = wrap_model(case, copy.deepcopy(plain))
-    assert sum(isinstance(layer, FusedLayer) for layer in model.module.modules()) == SHAPE["num_hidden_layers"]
+    [stack] = [stack for stack in model.module.modules() if isinstance(stack, FusedLayers)]
+    assert [layer.layer_idx for layer in stack.layers] == list(range(SHAPE["num_hidden_layers"]))
     kv = model.new_cache(4, 1)
     slot = kv.acquire_slot()
     kv.reserve(slot, 40)
