@@ -23,12 +23,13 @@ def plain_products(module: Any) -> AbstractContextManager[Any]:
 
     Every product holds a float32 copy of its weight and of its result while it runs.
     """
-    if module.device.type != "cpu" or module.dtype not in _HALF_DTYPES or _torch_multiplies(module.dtype):
+    if module.device.type != "cpu" or module.dtype not in _HALF_DTYPES or torch_multiplies(module.dtype):
         return nullcontext()
     return Float32Products()
 
 
-def _torch_multiplies(dtype: torch.dtype) -> bool:
+def torch_multiplies(dtype: torch.dtype) -> bool:
+    """Whether torch has fast products of bfloat16 or float16 on this processor."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     bf16, fp16 = torch.ops.mkldnn._is_mkldnn_bf16_supported, torch.ops.mkldnn._is_mkldnn_fp16_supported

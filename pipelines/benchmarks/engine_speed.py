@@ -95,9 +95,9 @@ def measure(workload: Workload, path: Path, args: argparse.Namespace, model: Pac
                 machines.append(measure_machine(model, args.threads))
             if figures is None:
                 continue
+            sizes_of_run = figures.pop("sizes", None)
             if name == "batchspec":
-                sizes, ours = figures.pop("sizes"), figures
-            figures.pop("sizes", None)
+                sizes, ours = sizes_of_run, figures
             rates = [x["output_tokens"] / x["seconds"] for x in (ours, figures)]
             found = {**figures, "engine": name, "of_the_least_time": None, "batchspec_is": rates[0] / rates[1]}
             if model is not None:

@@ -13,6 +13,7 @@ import torch
 
 from batchspec.engine.cpu.modules import PackedLinear
 from batchspec.engine.model import PackedModel
+from batchspec.engine.plain import torch_multiplies
 
 # Rows that are multiplied to find the rate of large products.
 _ROWS = 256
@@ -75,7 +76,7 @@ def _product_rates(linears: Sequence[PackedLinear], repeats: int) -> Iterator[fl
 
     yield rate(linears, torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
-        if dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if dtype == torch.float32 or torch_multiplies(dtype):
             weights = [torch.zeros(linear.out_features, linear.in_features, dtype=dtype) for linear in linears]
             yield rate([partial(torch.nn.functional.linear, weight=weight) for weight in weights], dtype)
 

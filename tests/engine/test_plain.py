@@ -60,7 +60,7 @@ def test_arguments_may_be_named() -> None:
 def test_only_what_torch_multiplies_slowly_is_widened(
     dtype: torch.dtype, torch_multiplies: bool, widens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "_torch_multiplies", lambda _: torch_multiplies)
+    monkeypatch.setattr(plain, "torch_multiplies", lambda _: torch_multiplies)
     chosen = plain.plain_products(build_module("llama", dtype=dtype, head_dim=16))
     assert isinstance(chosen, plain.Float32Products if widens else nullcontext)
 

@@ -65,6 +65,7 @@ INLINE long element_bytes(int is_bf16) { return is_bf16 ? 2 : 4; }
 #endif
 INLINE int operand_is_bf16(int is_bf16) { return is_bf16 && MULTIPLIES_PAIRS; }
 INLINE long operand_words(int is_bf16, long elements) { return words(operand_is_bf16(is_bf16), elements); }
+INLINE int operands_per_word(int is_bf16) { return is_bf16 && !MULTIPLIES_PAIRS ? 2 : 1; }
 INLINE void accumulate(int operands_are_bf16, f32x *sum, i32x a, f32x b) {  // sum + a . b
 #if defined(__AVX512BF16__)
     if (operands_are_bf16) { *sum = (f32x)_mm512_dpbf16_ps((__m512)*sum, (__m512bh)a, (__m512bh)b); return; }

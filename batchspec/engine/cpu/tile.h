@@ -31,7 +31,7 @@ typedef struct {
 // acc[r][v] += a[r] . b[v] for one word of columns; `a` of row 3 i + j is at base[i] + j * lda.
 INLINE void multiply_word(int is_bf16, int rows, int vectors, const int32_t *const base[4], long lda, const i32x *b,
                           f32x (*acc)[COLUMNS / LANES]) {
-    const int parts = is_bf16 && !MULTIPLIES_PAIRS ? 2 : 1;
+    const int parts = operands_per_word(is_bf16);
 #pragma GCC unroll 2
     for (int part = 0; part < parts; part++) {
         f32x x[COLUMNS / LANES];
@@ -53,10 +53,9 @@ INLINE long num_steps(const Columns *columns) { return (columns->num_segments - 
 INLINE void strip(int is_bf16, int rows, int vectors, int first, const int32_t *a, long lda, const Columns *columns,
                   float *out, long ldo) {
     f32x acc[TILE_ROWS][COLUMNS / LANES];
-    const long words_per_step = operand_words(is_bf16, is_bf16 ? 2 : 1);  // of a row of `a`
     const long ldb = columns->ldb, gap = columns->gap, ahead_bytes = columns->ahead_bytes;
-    const int strips = COLUMNS / (vectors * LANES);
-    const char *ahead = columns->ahead + ahead_bytes * (first / (vectors * LANES)) / strips * num_steps(columns);
+    const int width = vectors * LANES, strips = COLUMNS / width;
+    const char *ahead = columns->ahead + ahead_bytes * (first / width) / strips * num_steps(columns);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -64,7 +63,7 @@ INLINE void strip(int is_bf16, int rows, int vectors, int first, const int32_t *
     for (long segment = 0, done = 0; segment < columns->num_segments; segment++) {
         const int32_t *b = columns->segments[segment];
         const long steps = segment + 1 < columns->num_segments ? columns->steps : columns->last_steps;
-        for (long end = done + steps; done < end; done++, b += ldb, a += words_per_step) {
+        for (long end = done + steps; done < end; done++, b += ldb, a += operands_per_word(is_bf16)) {
             i32x x[COLUMNS / LANES];
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; v++) {
