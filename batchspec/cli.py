@@ -33,10 +33,13 @@ def generate(context: click.Context, /, inputs: tuple[str, ...], **options: obje
 
     The same command goes on where a stopped or failed run left off.
     """
-    from batchspec.pipeline import runner
+    from batchspec.pipeline.executors import executor_ahead
 
     config = run_config(context, inputs)
-    summary = runner.generate(config, STARTED_AT)
+    with executor_ahead(config) as executor:
+        from batchspec.pipeline import runner
+
+        summary = runner.generate(config, STARTED_AT, executor)
     runner.publish_summary(summary, config.output.summary_file)
     runner.refuse_too_many_errors(summary, config.run.max_error_rate)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AttentionInterface
 
 from batchspec.engine import cpu, flash
 from batchspec.engine.kv_cache import BLOCK_TOKENS
@@ -29,8 +30,6 @@ _MIN_MATMUL_ROWS = 4
 
 def register() -> None:
     """Make `attn_implementation="batchspec"` known. No mask function is registered, so that no mask is built."""
-    from transformers import AttentionInterface
-
     AttentionInterface.register(ATTENTION_NAME, batchspec_attention)
 
 

@@ -62,6 +62,12 @@ def convert_in_subprocess(gguf: Path, destination: Path) -> None:
         raise BatchspecError(f"converting {gguf.name} failed (exit {done.returncode}): {_last_line(done.stderr)}")
 
 
+def demo_model_at_hand(wheel: ModelWheel = DEMO_WHEEL) -> Path | None:
+    """The directory of the demo model where it is made already."""
+    directory = cache_dir() / wheel.name
+    return directory if _is_complete(directory, wheel) else None
+
+
 def demo_model_dir(
     wheel: ModelWheel = DEMO_WHEEL, convert: Callable[[Path, Path], None] = convert_in_subprocess
 ) -> Path:

@@ -17,6 +17,7 @@ from batchspec.engine.kv_cache import BLOCK_TOKENS, blocks_for, bytes_per_block
 from batchspec.engine.meter import Meter
 from batchspec.engine.model import PackedModel, load_model, stop_token_ids
 from batchspec.engine.probe import probe_engine
+from batchspec.engine.probe_record import probe_once
 from batchspec.engine.prompts import OutputDecoder, PromptEncoder, load_tokenizer
 from batchspec.engine.sampling import Sampler
 from batchspec.engine.scheduler import Scheduler
@@ -49,7 +50,8 @@ def load_torch_engine(
     stop_ids = stop_token_ids(model.module)
     sampler = Sampler(stop_ids)
     # a draft has a part in the text under the rejection rule alone
-    difference = probe_engine(model, draft if config.acceptance_rule == "rejection" else None, sampler)
+    deciding = models if config.acceptance_rule == "rejection" else [model]
+    difference = probe_once(deciding, lambda: probe_engine(deciding, sampler), again=config.require_exact)
     if difference is not None and config.require_exact:
         raise UsageError(
             f"--require-exact: on this {device} in {model.dtype} the bits of a row depend on its batch ({difference}); "

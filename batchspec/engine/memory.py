@@ -4,14 +4,11 @@ context, and with pages of 4 KiB it waits for their addresses, above all in a vi
 from __future__ import annotations
 
 import math
-import mmap
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-_REGION_BYTES = 64 * 2**20
-_ALIGNMENT_BYTES = 4096
+from batchspec.engine import pages
 
 # What is taken to be free where the system does not say.
 _UNKNOWN_FREE_BYTES = 4 * 2**30
@@ -26,8 +23,7 @@ _GROUP_FILES = (
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of zeros that is not resident until it is written to. Small ones share a region, which goes when the
     last of them does."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return _take(-(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)[:num_bytes].view(dtype).view(shape)
+    return torch.frombuffer(pages.take(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def free_bytes(root: Path = Path("/")) -> int:
@@ -76,18 +72,3 @@ def _numbers(path: Path) -> dict[str, int]:
     except OSError:
         return {}
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
-
-
-class _Region:
-    rest = torch.empty(0, dtype=torch.uint8)
-
-
-def _take(num_bytes: int) -> torch.Tensor:
-    if num_bytes > len(_Region.rest):
-        region = mmap.mmap(-1, max(_REGION_BYTES, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                region.madvise(mmap.MADV_HUGEPAGE)
-        _Region.rest = torch.frombuffer(region, dtype=torch.uint8)
-    taken, _Region.rest = _Region.rest[:num_bytes], _Region.rest[num_bytes:]
-    return taken

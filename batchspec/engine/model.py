@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from batchspec.engine import attention
 from batchspec.engine.kv_cache import KVCache, LayerShape
@@ -55,8 +56,6 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PackedModel:
     `dtype` "auto" takes the dtype that the checkpoint declares (float32 where it declares none).
     Raises UsageError (no such model, unknown dtype) and UnsupportedModelError (names the reason).
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from batchspec.engine import checks
 
     attention.register()

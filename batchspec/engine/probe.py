@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -29,15 +31,17 @@ _MATE_ROWS = 4
 _PROMPT_TOKENS = 270
 
 
-def probe_engine(model: PackedModel, draft: PackedModel | None, sampler: Sampler) -> str | None:
+def probe_engine(models: Sequence[PackedModel], sampler: Sampler) -> str | None:
     """None where nothing that was tried changed the bits of a row, else what did.
 
-    Tried: the target's forward, the choice of tokens, and the forward of a draft that has a part in the text.
+    Tried: the forward of the target, which comes first, the choice of tokens, and the forward of a draft that has a
+    part in the text.
     """
-    difference = probe_batch_invariance(model) or probe_sampling(sampler, model)
-    if difference is None and draft is not None:
+    target, *drafts = models
+    difference = probe_batch_invariance(target) or probe_sampling(sampler, target)
+    for draft in drafts:
         of_draft = probe_batch_invariance(draft)
-        difference = f"the draft model: {of_draft}" if of_draft else None
+        difference = difference or (of_draft and f"the draft model: {of_draft}")
     return difference
 
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from batchspec.errors import RowError, UsageError
 from batchspec.types import Request
 
 
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a model directory. Raises UsageError where there is none."""
-    from transformers import AutoTokenizer
-
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:

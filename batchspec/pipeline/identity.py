@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -11,17 +10,11 @@ from typing import Any
 
 import batchspec
 from batchspec.config import RunConfig
+from batchspec.engine.model_files import model_identity
 from batchspec.engine.versions import vllm_version
 from batchspec.errors import MismatchError
 from batchspec.io.inputs import InputSet
 from batchspec.io.schema import SCHEMA_VERSION
-
-WHOLLY_HASHED_BYTES = 64 * 2**20
-SAMPLE_BYTES = 64 * 2**10
-NUM_SAMPLES = 256
-WEIGHT_ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-TOKENIZER_NAMES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece")
-TEMPLATE_NAMES = ("chat_template",)
 
 
 def job_identity(config: RunConfig, inputs: InputSet, model_path: Path | None) -> dict[str, Any]:
@@ -69,22 +62,6 @@ def job_versions(config: RunConfig, device_type: str) -> dict[str, str]:
     return versions
 
 
-def model_identity(path: Path | None) -> dict[str, str] | None:
-    """Hashes of a model directory's weights, tokenizer, template and settings; None for an engine without a model.
-
-    Files above 64 MiB are hashed by their size, both ends and 256 blocks in between.
-    """
-    if path is None:
-        return None
-    groups: dict[str, Any] = {name: hashlib.sha256() for name in ("weights", "tokenizer", "template", "config")}
-    for file in sorted(path.iterdir()):
-        if file.is_file() and (group := _group(file.name)) is not None:
-            groups[group].update(file.name.encode())
-            for block in _blocks(file):
-                groups[group].update(block)
-    return {name: digest.hexdigest() for name, digest in groups.items()}
-
-
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """One line for each value that differs, by its dotted name."""
     lines: list[str] = []
@@ -119,26 +96,3 @@ def refuse_mismatch(
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """As they come back from a JSON file: tuples as lists."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-def _group(name: str) -> str | None:
-    if name.endswith(WEIGHT_ENDINGS):
-        return "weights"
-    if name.startswith(TEMPLATE_NAMES):
-        return "template"
-    if name.startswith(TOKENIZER_NAMES):
-        return "tokenizer"
-    return "config" if name in ("config.json", "generation_config.json") else None
-
-
-def _blocks(file: Path) -> Iterator[bytes]:
-    size = file.stat().st_size
-    yield str(size).encode()
-    with file.open("rb") as opened:
-        if size <= WHOLLY_HASHED_BYTES:
-            while block := opened.read(2**20):
-                yield block
-            return
-        for sample in range(NUM_SAMPLES + 1):
-            opened.seek((size - SAMPLE_BYTES) * sample // NUM_SAMPLES)
-            yield opened.read(SAMPLE_BYTES)

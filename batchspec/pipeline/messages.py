@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from batchspec.accounting.saving import PairSums
 from batchspec.accounting.usage import Usage
 from batchspec.config import RunConfig
-from batchspec.io.inputs import InputSet
 from batchspec.profile.policy import StaticPolicy
 from batchspec.profile.records import Profile, StepCost
 from batchspec.types import Completion, EngineInfo, Outcome, Route
+
+if TYPE_CHECKING:  # pyarrow is not light, and the parent starts workers before it has read anything
+    from batchspec.io.inputs import InputSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,6 @@ class WorkerSpec:
     threads: int
     device_share: float
     spawned_at: float
-    parent_pid: int
     part_metadata: Mapping[str, str]
     routes: StaticPolicy | Profile
     route: Route | None = None

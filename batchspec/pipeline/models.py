@@ -6,10 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchspec.config import DEMO_MAX_ROWS, DEMO_MODEL, EngineConfig
-from batchspec.engine.demo_model import demo_model_dir
+from batchspec.engine.demo_model import demo_model_at_hand, demo_model_dir
 from batchspec.errors import UsageError
 
 HUB_PREFIX = "hf://"
+
+
+def model_at_hand(config: EngineConfig) -> Path | None:
+    """The local directory of `config.model` where nothing need be fetched or made for it."""
+    path = demo_model_at_hand() if config.model == DEMO_MODEL else Path(config.model).expanduser()
+    return path if path is not None and path.is_dir() else None
 
 
 def locate_model(config: EngineConfig) -> Path | None:

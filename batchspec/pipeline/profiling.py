@@ -11,11 +11,12 @@ from importlib import metadata
 from pathlib import Path
 
 from batchspec.config import AUTO_PROFILE, NO_PROFILE, RouteConfig, RunConfig, cache_dir
+from batchspec.engine.model_files import model_identity
 from batchspec.engine.versions import vllm_version
 from batchspec.errors import UsageError
 from batchspec.io.store import Store, storage_faults
 from batchspec.pipeline.devices import CPU, device_type, worker_places
-from batchspec.pipeline.identity import model_identity, samples_by_rejection
+from batchspec.pipeline.identity import samples_by_rejection
 from batchspec.profile.measured import MeasuredPolicy
 from batchspec.profile.policy import StaticPolicy, static_policy
 from batchspec.profile.records import Profile

@@ -26,6 +26,7 @@ from batchspec.pipeline.identity import job_identity, job_versions, refuse_misma
 from batchspec.pipeline.interrupts import Interrupts
 from batchspec.pipeline.lock import OutputLock
 from batchspec.pipeline.logs import set_up_logging
+from batchspec.pipeline.messages import Executor
 from batchspec.pipeline.models import locate_model, locate_models, refuse_large_demo
 from batchspec.pipeline.output import resolve_output
 from batchspec.pipeline.plan import Manifest, json_line, load_manifest, plan, save_manifest
@@ -56,8 +57,9 @@ class Job:
     versions: Mapping[str, Any]
 
 
-def generate(config: RunConfig, started_at: float | None = None) -> JobSummary:
-    """Answer every row of the input; the summary. `started_at` (monotonic) is when metering begins, by default now.
+def generate(config: RunConfig, started_at: float | None = None, executor: Executor | None = None) -> JobSummary:
+    """Answer every row of the input; the summary. `started_at` (monotonic) is when metering begins, by default now;
+    `executor` runs the workers, by default a new one of the kind that the configuration names.
 
     Error rows are rows: how many are too many is for the caller to judge, with `refuse_too_many_errors`.
     Raises a BatchspecError for everything else that goes wrong.
@@ -79,7 +81,7 @@ def generate(config: RunConfig, started_at: float | None = None) -> JobSummary:
                 rows = sum_result_rows(store, manifest, job.config, job.inputs)
                 attempts = charge_killed_attempts(store, manifest, load_attempts(store), job.config)
                 return job_summary(rows, attempts, store)
-            return _work(store, job, manifest, stock, started_at, interrupts, lock)
+            return _work(store, job, manifest, stock, started_at, executor, interrupts, lock)
 
 
 def prepare(config: RunConfig) -> Job:
@@ -140,6 +142,7 @@ def _work(
     manifest: Manifest,
     stock: Stock,
     started_at: float,
+    executor: Executor | None,
     interrupts: Interrupts,
     lock: OutputLock,
 ) -> JobSummary:
@@ -157,7 +160,7 @@ def _work(
         rows_before=stock.rows_done,
     )
     set_up_logging(f"run {manifest.run_id} attempt {attempt.attempt} parent {os.getpid()}")
-    session = Session(store, manifest, attempt, job.config, job.inputs, job.places, started_at)
+    session = Session(store, manifest, attempt, job.config, job.inputs, job.places, started_at, executor)
     try:
         if manifest.num_rows:
             session.run(stock.pending, interrupts, lock)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from batchspec.pipeline.display import Display
 from batchspec.pipeline.executors import new_executor
 from batchspec.pipeline.interrupts import Interrupts
 from batchspec.pipeline.lock import OutputLock
-from batchspec.pipeline.messages import Counters, Shard, WorkerSpec
+from batchspec.pipeline.messages import Counters, Executor, Shard, WorkerSpec
 from batchspec.pipeline.meter import AttemptMeter
 from batchspec.pipeline.phases import Phase, plan_phases
 from batchspec.pipeline.plan import Manifest, to_json
@@ -47,6 +46,7 @@ class Session:
         inputs: InputSet,
         places: Sequence[Place],
         started_at: float,
+        executor: Executor | None = None,
     ) -> None:
         self._store = store
         self._manifest = manifest
@@ -54,6 +54,7 @@ class Session:
         self._config = config
         self._inputs = inputs
         self._places = places
+        self._executor = executor
         self._meter = AttemptMeter([place.device_share for place in places], started_at)
         self._deaths = Deaths(store, attempt.attempt, attempt.price_per_hour, config.run.max_worker_deaths)
         self._supervisors: list[Supervisor] = []
@@ -108,7 +109,7 @@ class Session:
         self, phase: Phase, shards: Sequence[Shard], interrupts: Interrupts, on_tick: Callable[[], None]
     ) -> list[Shard]:
         """Answer the rows of a phase; the shards that need a further one."""
-        executor = new_executor(self._config.run)
+        executor = self._executor or new_executor(self._config.run)
         self._phase = phase
         try:
             supervisor = Supervisor(
@@ -156,7 +157,6 @@ class Session:
             threads=place.threads,
             device_share=place.device_share,
             spawned_at=spawned_at,
-            parent_pid=os.getpid(),
             part_metadata=self.part_metadata,
             routes=self._routes,
             route=self._phase.route,

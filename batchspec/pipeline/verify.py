@@ -18,12 +18,13 @@ import pyarrow.parquet as pq
 
 from batchspec.audit import Audit, SampledAnswer, audit_rows, choose_rows
 from batchspec.config import EngineConfig, InputConfig
+from batchspec.engine.model_files import model_identity
 from batchspec.errors import BatchspecError, MismatchError, UsageError
 from batchspec.io.parser import RowParser, text_forms
 from batchspec.io.results import class_column
 from batchspec.io.store import Store, open_store, storage_faults
 from batchspec.io.writer import METADATA_PREFIX, is_part_name
-from batchspec.pipeline.identity import differences, model_identity
+from batchspec.pipeline.identity import differences
 from batchspec.pipeline.logs import set_up_logging
 from batchspec.pipeline.models import locate_model
 from batchspec.pipeline.plan import Manifest, load_manifest, to_json

@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+LINES_BEFORE_ROWS = ("startup", "compile", "load", "warmup", "idle")
+
 PLAIN = """
 import sys, torch, transformers
 tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
@@ -24,20 +26,23 @@ model.generate(**tokenizer("a", return_tensors="pt"), max_new_tokens=1)
 """
 
 
-def seconds_of(command: list[str]) -> tuple[float, str]:
+def seconds_of(command: list[str]) -> float:
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    return time.perf_counter() - started, done.stdout
+    subprocess.run([sys.executable, *command], capture_output=True, check=True)
+    return time.perf_counter() - started
 
 
 def first_row_seconds(source: str, model: str, folder: str) -> float:
-    """Until the first row is admitted: the whole command, less what its summary says came after."""
+    """From the command to the first row that is admitted, by the lines that the job meters before it."""
+    output = Path(folder) / "out"
     command = ["-m", "batchspec", "generate", source, "--model", model, "--profile", "none", "--method", "target-only"]
-    command += ["--limit", "4", "--max-new-tokens", "8", "--output", str(Path(folder) / "out"), "--overwrite"]
-    seconds, output = seconds_of(command)
-    summary = json.loads(output.splitlines()[-1])
-    lines = summary["line_device_seconds"]
-    return float(seconds - summary["decode_wall_seconds"] - lines["finalize"] - lines["output"])
+    command += ["--limit", "4", "--max-new-tokens", "8", "--output", str(output), "--overwrite"]
+    started_at = time.time()
+    seconds_of(command)
+    (record,) = (output / "_batchspec" / "attempts").iterdir()
+    attempt = json.loads(record.read_text())
+    lines = sum(attempt["line_seconds"][name] for name in LINES_BEFORE_ROWS)
+    return float(attempt["started_at"] - started_at + lines)
 
 
 def main() -> None:
@@ -50,8 +55,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.repeats):
             found["first row"].append(first_row_seconds(args.input, args.model, folder))
-            found["plain transformers"].append(seconds_of(["-c", PLAIN, args.model])[0])
-            found["--help"].append(seconds_of(["-m", "batchspec", "--help"])[0])
+            found["plain transformers"].append(seconds_of(["-c", PLAIN, args.model]))
+            found["--help"].append(seconds_of(["-m", "batchspec", "--help"]))
             print(json.dumps({name: round(seconds[-1], 2) for name, seconds in found.items()}), flush=True)
     for name, seconds in found.items():
         print(f"{name}: median {statistics.median(seconds):.2f} s ({min(seconds):.2f}-{max(seconds):.2f})")

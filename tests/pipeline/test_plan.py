@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.config import EngineConfig, OutputConfig, RunConfig, RunOptions
+from batchspec.engine.model_files import WHOLLY_HASHED_BYTES, model_identity
 from batchspec.errors import UsageError
 from batchspec.io.inputs import InputFile, InputSet
 from batchspec.io.store import LocalStore
 from batchspec.pipeline import devices
 from batchspec.pipeline.devices import Place, device_type, worker_places
-from batchspec.pipeline.identity import WHOLLY_HASHED_BYTES, differences, model_identity
+from batchspec.pipeline.identity import differences
 from batchspec.pipeline.plan import load_manifest, plan, save_manifest
 from batchspec.pipeline.shards import segments
 

@@ -37,6 +37,9 @@ class ThreadExecutor:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._links: dict[int, ThreadLink] = {}
 
+    def start_ahead(self, config: RunConfig) -> None:
+        pass
+
     def start(self, spec: WorkerSpec) -> None:
         link = self._links[spec.worker] = ThreadLink(spec.worker, self._events)
 

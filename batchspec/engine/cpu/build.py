@@ -38,7 +38,7 @@ def load() -> ctypes.PyDLL:
     sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.c")])
     command = [*compiler, *_FLAGS, str(_SOURCES / "kernels.c"), *_torch_openmp(), "-lm"]
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    key = hashlib.sha256("\0".join([*command, version, _processor()]).encode())
+    key = hashlib.sha256("\0".join([*command, version, processor()]).encode())
     for source in sources:
         key.update(source.read_bytes())
     library = _cache_directory() / f"kernels-{key.hexdigest()[:20]}.so"
@@ -72,8 +72,8 @@ def _torch_openmp() -> list[str]:
     return ["-Wl,--as-needed", str(bundled[0])] if bundled else []
 
 
-def _processor() -> str:
-    """What `-march=native` depends on: a cache may be shared by machines of several kinds."""
+def processor() -> str:
+    """The kind of processor, as `-march=native` sees it: a cache may be shared by machines of several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
+from transformers.activations import SiLUActivation
 
 from batchspec.engine.cpu import kernels
 from batchspec.engine.kv_cache import KVCache, LayerShape, blocks_for
@@ -121,6 +123,7 @@ def _fuse_layers(module: Any, layers: tuple[LayerShape, ...]) -> int:
     finally:
         for hook in hooks:
             hook.remove()
+    own_step = _check_step(module, layers)  # what the plain layers wrote must not be there already
     num_fused = 0
     for name, layer in candidates:
         arguments, keywords, expected = calls.pop(name)
@@ -129,7 +132,7 @@ def _fuse_layers(module: Any, layers: tuple[LayerShape, ...]) -> int:
             continue
         fused = FusedLayer(layer, found)
         alone = FusedLayers([fused])
-        got = alone(*arguments, **{**keywords, "batchspec_step": _check_step(module, layers)})
+        got = alone(*arguments, **{**keywords, "batchspec_step": own_step})
         if _adds_the_same(got.float(), expected.float(), arguments[0].float(), module.dtype):
             module.set_submodule(name, alone)
             num_fused += 1
@@ -156,8 +159,6 @@ def _adds_the_same(got: torch.Tensor, expected: torch.Tensor, before: torch.Tens
 
 def _run_recorded(module: Any, step: PackedStep) -> dict[int, kernels.CAttention | None]:
     """Forward `step`; the settings that each layer's attention was called with, None where torch must serve it."""
-    from transformers import AttentionInterface
-
     from batchspec.engine import attention
 
     settings: dict[int, kernels.CAttention | None] = {}
@@ -196,8 +197,6 @@ def _check_step(module: Any, layers: tuple[LayerShape, ...]) -> PackedStep:
 
 def _is_fusible(layer: Any) -> bool:
     """A decoder layer of a known class, with the children of one, and nothing else."""
-    from transformers.activations import SiLUActivation
-
     if type(layer).__name__ not in _KNOWN_LAYERS or not type(layer).__module__.startswith("transformers."):
         return False
     children = dict(layer.named_children())

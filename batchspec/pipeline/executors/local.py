@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import cast
 
 import batchspec
+from batchspec.config import EngineConfig, RunConfig
+from batchspec.engine.model_files import weight_bytes
+from batchspec.errors import UsageError
+from batchspec.pipeline.devices import CPU, worker_places
 from batchspec.pipeline.messages import Event, FromWorker, ToWorker, WorkerDied, WorkerSpec
+from batchspec.pipeline.models import model_at_hand
 
 MESSAGES_AT_ONCE = 1000
 _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -30,31 +35,26 @@ class LocalExecutor:
 
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
+        self._ahead: list[_Worker] = []
 
     @property
     def workers(self) -> tuple[int, ...]:
         """Those whose end has not been told yet."""
         return tuple(self._workers)
 
+    def start_ahead(self, config: RunConfig) -> None:
+        """Start the processes of a job's workers before it is known to be fit to run: they import what their engine
+        needs, which takes seconds, while the parent checks files and options. `start` then takes these."""
+        with contextlib.suppress(UsageError, OSError):  # the checks will say what is wrong
+            for place in worker_places(config):
+                self._ahead.append(_start_process(config.engine, place.device, place.threads))
+
     def start(self, spec: WorkerSpec) -> None:
-        ours, theirs = Pipe(duplex=True)
-        with theirs:
-            # -P: a file in the user's directory that is named like a module must not be taken for it
-            command = [sys.executable, "-P", "-m", "batchspec.pipeline.executors.process", str(theirs.fileno())]
-            # A signal to the process group must not reach the worker before it has learned to ignore it.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
-            try:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,  # the parent's standard output is for the summary alone
-                    pass_fds=[theirs.fileno()],
-                    env=_environment(spec),
-                )
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._workers[spec.worker] = _Worker(process, ours)
-        ours.send(spec)
+        started = self._ahead.pop() if self._ahead else None
+        worker = started or _start_process(spec.config.engine, spec.device, spec.threads)
+        self._workers[spec.worker] = worker
+        with contextlib.suppress(OSError):  # its death is found by `wait`
+            worker.connection.send(spec)
 
     def send(self, worker: int, message: ToWorker) -> None:
         found = self._workers.get(worker)
@@ -71,12 +71,14 @@ class LocalExecutor:
             self._workers[worker].process.kill()
 
     def close(self) -> None:
-        for worker in self._workers.values():
+        workers = [*self._workers.values(), *self._ahead]
+        for worker in workers:
             worker.process.kill()
-        for worker in self._workers.values():
+        for worker in workers:
             worker.process.wait()
             worker.connection.close()
         self._workers.clear()
+        self._ahead.clear()
 
     def _drain(self, number: int) -> list[Event]:
         """What a worker has said; then, when it has ended, its death."""
@@ -95,8 +97,35 @@ class LocalExecutor:
         return [*events, Event(number, WorkerDied(worker.process.wait()))]
 
 
-def _environment(spec: WorkerSpec) -> dict[str, str]:
+def _start_process(engine: EngineConfig, device: str, threads: int) -> _Worker:
+    """A worker process that waits for its spec."""
+    ours, theirs = Pipe(duplex=True)
+    with theirs:
+        # -P: a file in the user's directory that is named like a module must not be taken for it
+        command = [sys.executable, "-P", "-m", "batchspec.pipeline.executors.process"]
+        # A signal to the process group must not reach the worker before it has learned to ignore it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
+        try:
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid()), engine.engine, str(_weight_bytes(engine, device))],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # the parent's standard output is for the summary alone
+                pass_fds=[theirs.fileno()],
+                env=_environment(threads),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return _Worker(process, ours)
+
+
+def _weight_bytes(engine: EngineConfig, device: str) -> int:
+    """Memory of this machine that the weights will take, where the model is at hand already."""
+    path = model_at_hand(engine) if engine.engine == "torch" and device == CPU else None
+    return 0 if path is None else weight_bytes(path)
+
+
+def _environment(threads: int) -> dict[str, str]:
     package_parent = str(Path(batchspec.__file__).parents[1])
     python_path = os.pathsep.join([package_parent, *filter(None, [os.environ.get("PYTHONPATH")])])
-    threads = str(spec.threads)
-    return {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    count = str(threads)
+    return {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}

@@ -1,9 +1,11 @@
-"""The entry of a worker process: `python -m batchspec.pipeline.executors.process FILE_DESCRIPTOR`."""
+"""The entry of a worker process: `python -m batchspec.pipeline.executors.process FILE_DESCRIPTOR PARENT_PID ENGINE
+BYTES`, where BYTES is the memory that its weights will take."""
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -11,6 +13,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import cast
 
+from batchspec.engine import import_engine, pages
 from batchspec.pipeline.logs import set_up_logging
 from batchspec.pipeline.messages import FromWorker, ToWorker, WorkerSpec
 
@@ -40,16 +43,19 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     faulthandler.enable()
+    gc.disable()  # until the engine is loaded: the worker turns it on
     connection: Connection = Connection(int(sys.argv[1]))
     try:
-        spec = cast(WorkerSpec, connection.recv())
-        die_with(spec.parent_pid)
-        set_up_logging(f"run {spec.run_id} attempt {spec.attempt} worker {spec.worker}")
-        # Heavy imports come after the line to the parent stands.
+        die_with(int(sys.argv[2]))
+        pages.take_ahead(int(sys.argv[4]))
+        # Heavy imports come after the line to the parent stands, and before the spec: the parent may be at its checks.
         import pyarrow as pa
 
         from batchspec.pipeline.worker import run_worker
 
+        import_engine(sys.argv[3])
+        spec = cast(WorkerSpec, connection.recv())
+        set_up_logging(f"run {spec.run_id} attempt {spec.attempt} worker {spec.worker}")
         pa.set_cpu_count(max(1, spec.threads))
         run_worker(spec, ConnectionLink(connection))
     except (EOFError, ConnectionError):

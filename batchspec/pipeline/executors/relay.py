@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 import time
-from dataclasses import replace
 
 from batchspec.pipeline.executors.local import LocalExecutor
 from batchspec.pipeline.logs import set_up_logging
@@ -39,7 +37,7 @@ class Relay:
 
     async def start(self, spec: WorkerSpec) -> Passed:
         set_up_logging(f"run {spec.run_id} attempt {spec.attempt} worker {spec.worker}")
-        self._executor.start(replace(spec, parent_pid=os.getpid()))
+        self._executor.start(spec)
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._listen, args=(loop,), daemon=True).start()
         return []
