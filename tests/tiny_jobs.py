@@ -53,6 +53,9 @@ class ThreadExecutor:
         self._events: queue.Queue[Event] = queue.Queue()
         self._inboxes: dict[int, queue.Queue[ToWorker]] = {}
 
+    def start_ahead(self, config: RunConfig) -> None:
+        pass
+
     def start(self, spec: WorkerSpec) -> None:
         inbox = self._inboxes[spec.worker] = queue.Queue()
         link = _QueueLink(spec.worker, inbox, self._events)
