@@ -33,15 +33,15 @@ def generate(context: click.Context, /, inputs: tuple[str, ...], **options: obje
 
     The same command goes on where a stopped or failed run left off.
     """
-    from batchspec.pipeline.executors import executor_ahead
+    from batchspec.pipeline import runner
 
     config = run_config(context, inputs)
-    with executor_ahead(config) as executor:
-        from batchspec.pipeline import runner
+    summary = runner.generate(config, STARTED_AT)
+    # imports Arrow, which the runner does after the workers have been started
+    from batchspec.pipeline.finish import publish_summary, refuse_too_many_errors
 
-        summary = runner.generate(config, STARTED_AT, executor)
-    runner.publish_summary(summary, config.output.summary_file)
-    runner.refuse_too_many_errors(summary, config.run.max_error_rate)
+    publish_summary(summary, config.output.summary_file)
+    refuse_too_many_errors(summary, config.run.max_error_rate)
 
 
 class MeasureByDefault(click.Group):

@@ -50,7 +50,7 @@ def load_torch_engine(
     stop_ids = stop_token_ids(model.module)
     sampler = Sampler(stop_ids)
     # a draft has a part in the text under the rejection rule alone
-    deciding = models if config.acceptance_rule == "rejection" else [model]
+    deciding = [model] if draft is None or config.acceptance_rule != "rejection" else [model, draft]
     difference = probe_once(deciding, lambda: probe_engine(deciding, sampler), again=config.require_exact)
     if difference is not None and config.require_exact:
         raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,14 @@ def model_identity(path: Path | None) -> dict[str, str] | None:
 
 
 def weight_bytes(path: Path) -> int:
-    """The size of a model directory's weights."""
-    return sum(file.stat().st_size for file in path.iterdir() if file.name.endswith(WEIGHT_ENDINGS))
+    """The size of a model directory's weights in safetensors files; 0 where they are kept otherwise."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors") if file.is_file())
+
+
+def stored_dtype(path: Path) -> str:
+    """The dtype that a model directory's configuration declares."""
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def _group(name: str) -> str | None:

@@ -13,6 +13,9 @@ _ALIGNMENT_BYTES = 4096
 # More than this is not made resident while libraries are imported, which is all the time there is for it.
 _MOST_BYTES_AHEAD = 2**30
 
+# What load checks take of a region before the weights, and what alignment adds to those.
+_SLACK_BYTES = 16 * 2**20
+
 
 class _Region:
     """What is left of the last region, and the thread that makes it resident, if one does."""
@@ -35,14 +38,21 @@ def take(num_bytes: int) -> memoryview:
 
 
 def take_ahead(num_bytes: int) -> None:
-    """Make the next `num_bytes`, up to 1 GiB of them, resident in the background: a virtual machine has to get every
-    page from its host, which may take longer than whatever is written there."""
+    """Set memory aside for `num_bytes` and make up to 1 GiB of them resident in the background: a virtual machine has
+    to get every page from its host, which may take longer than whatever is written there."""
     if num_bytes <= 0:
         return
-    region = _map(min(num_bytes, _MOST_BYTES_AHEAD))
-    address = ctypes.addressof(ctypes.c_char.from_buffer(region))
-    # through ctypes, which lets the interpreter go on meanwhile
-    filling = threading.Thread(target=ctypes.memset, args=(address, 0, len(region)), daemon=True)
+    try:
+        region = _map(num_bytes + _SLACK_BYTES)
+    except OSError:  # who needs it will ask again, and say so
+        return
+    resident = ctypes.c_char.from_buffer(region)  # keeps the region mapped while the thread runs
+
+    def fill() -> None:
+        # ctypes lets the interpreter go on meanwhile
+        ctypes.memset(ctypes.addressof(resident), 0, min(num_bytes, _MOST_BYTES_AHEAD))
+
+    filling = threading.Thread(target=fill, daemon=True)
     filling.start()
     _Region.rest, _Region.filling = memoryview(region), filling
 

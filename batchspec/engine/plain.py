@@ -38,8 +38,11 @@ def torch_multiplies(dtype: torch.dtype) -> bool:
 
 
 class Float32Products(TorchFunctionMode):
-    """Matrix products of half-precision tensors in float32. Weights are widened a slice at a time: a whole copy would
-    take twice a weight's memory, and longer to come by than the product takes."""
+    """Matrix products of half-precision tensors in float32.
+
+    Weights of `linear` are widened a slice at a time: a whole copy would take twice a weight's memory, and longer to
+    come by than the product takes. Other products hold copies of what they multiply while they run.
+    """
 
     def __torch_function__(
         self,

@@ -34,14 +34,13 @@ _PROMPT_TOKENS = 270
 def probe_engine(models: Sequence[PackedModel], sampler: Sampler) -> str | None:
     """None where nothing that was tried changed the bits of a row, else what did.
 
-    Tried: the forward of the target, which comes first, the choice of tokens, and the forward of a draft that has a
-    part in the text.
+    Tried: the forward of the target, the first of `models`; the choice of tokens; and the forward of the draft, the
+    second, where one has a part in the text.
     """
-    target, *drafts = models
-    difference = probe_batch_invariance(target) or probe_sampling(sampler, target)
-    for draft in drafts:
-        of_draft = probe_batch_invariance(draft)
-        difference = difference or (of_draft and f"the draft model: {of_draft}")
+    difference = probe_batch_invariance(models[0]) or probe_sampling(sampler, models[0])
+    if difference is None and len(models) > 1:
+        of_draft = probe_batch_invariance(models[1])
+        difference = f"the draft model: {of_draft}" if of_draft else None
     return difference
 
 

@@ -1,8 +1,9 @@
 """What the probe found on this machine is kept, so that a job need not wait for it again.
 
-A verdict holds for everything that decides the bits of a number: the models, the device and its driver, the threads,
-the libraries, this engine's own code, and the settings of numeric libraries. Where any of it differs, or the verdict
-was not that results are independent of the batch, the probe runs.
+A verdict holds for what decides the bits of a number on a CPU: the models, the processor, the kernels, the threads, the
+libraries, this engine's own code, and the settings of numeric libraries. Where any of it differs, where the verdict was
+not that results are independent of the batch, and on GPUs (drivers and libraries choose their kernels there), the probe
+runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,10 @@ from batchspec.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-
-# Variables that numeric libraries read begin so.
+# Variables that decide which numeric library is loaded, and how it computes, begin so.
 _NUMERIC_SETTINGS = (
-    *("ATEN_", "BLAS_", "CUBLAS", "CUDA_", "CUDNN", "DNNL_", "GOMP_", "KMP_", "LD_PRELOAD", "MKL_", "NVIDIA_"),
-    *("OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TORCH_"),
+    *("ATEN_", "BLAS_", "BLIS_", "DNNL_", "GLIBC_TUNABLES", "GOMP_", "KMP_", "LD_LIBRARY_PATH", "LD_PRELOAD", "MKL_"),
+    *("OMP_", "ONEDNN_", "OPENBLAS_", "TORCH_"),
 )
 
 
@@ -44,26 +44,27 @@ def probe_once(models: Sequence[PackedModel], probe: Callable[[], str | None], a
 
     It is not called where it is known to find nothing, unless it is to look `again`.
     """
+    if any(model.device.type != "cpu" for model in models):
+        return probe()
     facts = _facts(models)
-    path = _path(facts)
-    if path is not None and not again and (probed_at := _probed_at(path)) is not None:
+    try:
+        path = _path(facts)
+    except UsageError:  # this user has no cache
+        return probe()
+    if not again and (probed_at := _probed_at(path)) is not None:
         logger.info("results do not depend on the batch: probed %s (%s; --require-exact probes again)", probed_at, path)
         return None
     difference = probe()
-    if path is not None and difference is None:
+    if difference is None:
         _keep(path, {"probed_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "holds_for": facts})
-    elif path is not None:
-        path.unlink(missing_ok=True)
+    else:
+        _forget(path)
     return difference
 
 
-def _path(facts: Mapping[str, Any]) -> Path | None:
-    """The verdict's file; None where this user has no cache."""
+def _path(facts: Mapping[str, Any]) -> Path:
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    try:
-        return cache_dir() / "probes" / f"{key[:24]}.json"
-    except UsageError:
-        return None
+    return cache_dir() / "probes" / f"{key[:24]}.json"
 
 
 def _probed_at(path: Path) -> str | None:
@@ -82,14 +83,20 @@ def _keep(path: Path, verdict: Mapping[str, Any]) -> None:
         temporary.replace(path)
     except OSError as error:
         logger.info("what the probe found cannot be kept: %s", error)
+        _forget(temporary)
+
+
+def _forget(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _facts(models: Sequence[PackedModel]) -> dict[str, Any]:
+    settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_NUMERIC_SETTINGS)}
     return {
-        "models": [
-            {"files": model_identity(Path(model.name)), "dtype": str(model.dtype), "device": _device(model.device)}
-            for model in models
-        ],
+        "models": [{"files": model_identity(Path(model.name)), "dtype": str(model.dtype)} for model in models],
+        "processor": build.processor(),
+        "kernels": _kernels(),
         "threads": torch.get_num_threads(),
         "versions": {
             "batchspec": batchspec.__version__,
@@ -98,27 +105,14 @@ def _facts(models: Sequence[PackedModel]) -> dict[str, Any]:
             "numpy": np.__version__,
         },
         "engine_code": _engine_code(),
-        "settings": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_NUMERIC_SETTINGS)},
-    }
-
-
-def _device(device: torch.device) -> dict[str, Any]:
-    if device.type != "cuda":
-        return {"processor": build.processor(), "kernels": _kernels()}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multi_processors": properties.multi_processor_count,
-        "cuda": torch.version.cuda,
-        "driver": _NVIDIA_DRIVER.read_text() if _NVIDIA_DRIVER.exists() else None,
+        # as a hash: nobody knows what else is in an environment
+        "settings": hashlib.sha256(json.dumps(settings).encode()).hexdigest(),
     }
 
 
 def _kernels() -> str:
-    """The kernel library by its name, which tells its source, compiler and flags."""
     try:
-        return Path(build.load()._name).name
+        return build.loaded_name()
     except build.KernelsUnavailableError as error:
         return str(error)
 

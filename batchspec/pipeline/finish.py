@@ -1,10 +1,12 @@
-"""The end of a job: every row is there exactly once, and the summary says what they took."""
+"""The end of a job: every row is there exactly once, and the summary, which is published, says what they took."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow.parquet as pq
@@ -12,15 +14,16 @@ import pyarrow.parquet as pq
 from batchspec.accounting.cost import ROW_LINES
 from batchspec.accounting.saving import Spent, measured_saving
 from batchspec.accounting.summary import JobSummary
+from batchspec.accounting.table import format_table
 from batchspec.accounting.totals import RowTotals, sum_rows
 from batchspec.accounting.usage import Usage, combine
 from batchspec.config import RunConfig
-from batchspec.errors import BatchspecError
+from batchspec.errors import BatchspecError, TooManyErrorRows
 from batchspec.io.inputs import InputSet
 from batchspec.io.store import Store, storage_faults
 from batchspec.io.writer import is_part_name, part_name
 from batchspec.pipeline.attempts import Attempt
-from batchspec.pipeline.plan import Manifest
+from batchspec.pipeline.plan import Manifest, json_line
 from batchspec.pipeline.profiling import read_profile_copy
 from batchspec.profile.predict import predicted_tokens_per_step
 from batchspec.profile.routing import job_policy
@@ -128,3 +131,28 @@ def _opened_parts(store: Store, manifest: Manifest) -> Iterator[BinaryIO]:
     for shard in manifest.shards:
         with store.open(part_name(shard.index)) as file:
             yield file
+
+
+def refuse_too_many_errors(summary: JobSummary, max_error_rate: float) -> None:
+    """Raise TooManyErrorRows where more than this share of a finished job's rows are error rows."""
+    job = summary.rows.job
+    if job.error_rows > max_error_rate * job.rows:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in summary.rows.error_types.items())
+        raise TooManyErrorRows(
+            f"{job.error_rows} of {job.rows} rows are error rows ({kinds}), more than --max-error-rate "
+            f"{max_error_rate:g} allows. Every row is in {summary.output}: see error_type and error_message there."
+        )
+
+
+def publish_summary(summary: JobSummary, summary_file: str | None) -> None:
+    """Print the summary: a table on stderr, and JSON as the last line of stdout and into a file where one is named."""
+    figures = summary.as_json()
+    line = json_line(figures)
+    print(format_table(figures), file=sys.stderr)
+    sys.stdout.write(line)
+    sys.stdout.flush()
+    if summary_file is not None:
+        try:
+            Path(summary_file).expanduser().write_text(line, encoding="utf-8")
+        except OSError as error:
+            raise BatchspecError(f"cannot write --summary-file {summary_file}: {error.strerror}") from error

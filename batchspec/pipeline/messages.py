@@ -194,6 +194,12 @@ class Event:
 class Executor(Protocol):
     """Runs workers somewhere and carries messages."""
 
+    def start_ahead(self, config: RunConfig) -> None:
+        """Start what can be started of a job's workers before the job is known to be fit to run. `start` takes it up.
+
+        Raises UsageError where the configuration has no place for them."""
+        ...
+
     def start(self, spec: WorkerSpec) -> None: ...
 
     def send(self, worker: int, message: ToWorker) -> None:
@@ -209,5 +215,5 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Kill what still runs and free everything."""
+        """Kill what still runs and free everything. Workers may be started again afterwards."""
         ...

@@ -14,7 +14,7 @@ HUB_PREFIX = "hf://"
 
 def model_at_hand(config: EngineConfig) -> Path | None:
     """The local directory of `config.model` where nothing need be fetched or made for it."""
-    path = demo_model_at_hand() if config.model == DEMO_MODEL else Path(config.model).expanduser()
+    path = demo_model_at_hand() if config.model == DEMO_MODEL else _as_path(config.model)
     return path if path is not None and path.is_dir() else None
 
 
@@ -27,7 +27,7 @@ def locate_model(config: EngineConfig) -> Path | None:
         return None
     if config.model == DEMO_MODEL:
         return demo_model_dir()
-    path = Path(config.model).expanduser()
+    path = _as_path(config.model)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UsageError(f"--model {config.model}: the directory has no config.json, so it is no model")
@@ -51,6 +51,13 @@ def refuse_large_demo(config: EngineConfig, num_rows: int) -> None:
             f"the input has {num_rows} rows and --model is the demo model, which answers at most {DEMO_MAX_ROWS}: "
             "name the model that you want with --model, or try a part with --limit"
         )
+
+
+def _as_path(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"--model {model}: {error}") from None
 
 
 def _fetch_from_hub(name: str) -> Path:

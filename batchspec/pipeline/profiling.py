@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from batchspec.config import AUTO_PROFILE, NO_PROFILE, RouteConfig, RunConfig, cache_dir
-from batchspec.engine.model_files import model_identity
+from batchspec.engine.model_files import model_identity, stored_dtype
 from batchspec.engine.versions import vllm_version
 from batchspec.errors import UsageError
 from batchspec.io.store import Store, storage_faults
@@ -172,7 +172,7 @@ def run_fingerprint(config: RunConfig) -> dict[str, str]:
     engine = config.engine
     found = {
         "engine": engine.engine,
-        "dtype": engine.dtype if engine.dtype != "auto" else _stored_dtype(Path(engine.model)),
+        "dtype": engine.dtype if engine.dtype != "auto" else stored_dtype(Path(engine.model)),
         "device_type": device_type(places),
         "torch": metadata.version("torch"),
         "transformers": metadata.version("transformers"),
@@ -190,8 +190,3 @@ def run_fingerprint(config: RunConfig) -> dict[str, str]:
         identity = model_identity(Path(path)) if path else None
         found |= {f"{role}_{part}": digest[:16] for part, digest in (identity or {}).items()}
     return found
-
-
-def _stored_dtype(model: Path) -> str:
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")

@@ -20,7 +20,6 @@ from batchspec.pipeline.auto import auto_profile
 from batchspec.pipeline.deaths import Deaths
 from batchspec.pipeline.devices import Place
 from batchspec.pipeline.display import Display
-from batchspec.pipeline.executors import new_executor
 from batchspec.pipeline.interrupts import Interrupts
 from batchspec.pipeline.lock import OutputLock
 from batchspec.pipeline.messages import Counters, Executor, Shard, WorkerSpec
@@ -46,7 +45,7 @@ class Session:
         inputs: InputSet,
         places: Sequence[Place],
         started_at: float,
-        executor: Executor | None = None,
+        executor: Executor,
     ) -> None:
         self._store = store
         self._manifest = manifest
@@ -109,11 +108,10 @@ class Session:
         self, phase: Phase, shards: Sequence[Shard], interrupts: Interrupts, on_tick: Callable[[], None]
     ) -> list[Shard]:
         """Answer the rows of a phase; the shards that need a further one."""
-        executor = self._executor or new_executor(self._config.run)
         self._phase = phase
         try:
             supervisor = Supervisor(
-                executor,
+                self._executor,
                 self._new_spec,
                 shards,
                 self._meter.places,
@@ -125,7 +123,7 @@ class Session:
             self._supervisors.append(supervisor)
             supervisor.run()
         finally:
-            executor.close()
+            self._executor.close()
         for place in self._meter.places:
             place.ended("idle")
         return supervisor.left_over

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from batchspec.accounting.cost import StepAttributionRule
 from batchspec.engine import SelectiveEngine, load_engine
 from batchspec.errors import BatchspecError
+from batchspec.pipeline.collection import uncollected
 from batchspec.pipeline.feed import ShardFeed
 from batchspec.pipeline.messages import Failed, Finished, Link, Ready, Report, WorkerSpec
 from batchspec.pipeline.profiling import policy_of
@@ -63,7 +62,7 @@ class Worker:
         self._policy = WatchedPolicy(holdout)
         cost = spec.step_cost
         attribution = StepAttributionRule() if cost is None else attribution_rule(cost, engine_config.max_batch)
-        with _uncollected():
+        with uncollected():
             engine = load_engine(engine_config, spec.device, spec.threads, spec.device_share, attribution, spec.route)
         # The process's start and the imports: what passed before the engine's own clock ran.
         until_now = (time.monotonic() - spec.spawned_at) * spec.device_share
@@ -135,20 +134,6 @@ class Worker:
             last_retired_at=self._last_retired_at,
             usage=self._policy.usage,
         )
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection inside, and none later of what was made inside.
-
-    Imports and models make millions of objects that stay: going through them over and over is a fifth of a start.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _engine_metadata(info: EngineInfo, attribution_rule: str) -> Mapping[str, str]:

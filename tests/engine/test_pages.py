@@ -1,5 +1,9 @@
 """Memory for weights and caches: zeros, whoever made them resident."""
 
+import ctypes
+import mmap
+from collections.abc import Iterator
+
 import pytest
 
 from batchspec.engine import pages
@@ -8,9 +12,20 @@ MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
-def fresh_region(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_region(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pages._Region, "rest", memoryview(b""))
     monkeypatch.setattr(pages._Region, "filling", None)
+    yield
+    pages.take(0)  # waits for the thread
+
+
+def resident_bytes(piece: memoryview) -> int:
+    """Bytes of whole pages that are in memory (Linux)."""
+    num_pages = len(piece) // mmap.PAGESIZE
+    there = (ctypes.c_ubyte * num_pages)()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(piece)), there) == 0
+    return sum(page & 1 for page in there) * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 4096, 3 * MIB, 200 * MIB])
@@ -26,15 +41,25 @@ def test_pieces_are_zero_apart_and_writable(ahead: int, sizes: list[int]) -> Non
         assert {piece[0], piece[-1]} == {index}
 
 
-def test_what_was_asked_for_ahead_is_what_is_taken() -> None:
-    pages.take_ahead(3 * MIB)
+def test_what_was_asked_for_ahead_is_resident_and_taken_first() -> None:
+    pages.take_ahead(4 * MIB)
     region = pages._Region.rest.obj
-    assert pages.take(2 * MIB).obj is region
-    assert pages.take(MIB).obj is region
-    assert pages.take(MIB).obj is not region
+    pieces = [pages.take(2 * MIB), pages.take(2 * MIB)]
+    assert [resident_bytes(piece) for piece in pieces] == [2 * MIB, 2 * MIB]
+    assert all(piece.obj is region for piece in pieces)
+
+
+def test_what_was_not_asked_for_is_not_resident() -> None:
+    assert resident_bytes(pages.take(8 * MIB)) == 0
 
 
 def test_no_more_is_made_resident_than_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_MOST_BYTES_AHEAD", 2 * MIB)
+    monkeypatch.setattr(pages, "_MOST_BYTES_AHEAD", 4 * MIB)
+    pages.take_ahead(64 * MIB)
+    assert resident_bytes(pages.take(4 * MIB)) == 4 * MIB
+    assert resident_bytes(pages.take(32 * MIB)) == 0
+
+
+def test_more_than_can_be_mapped_is_left_to_who_needs_it() -> None:
     pages.take_ahead(2**60)
-    assert len(pages._Region.rest) == 2 * MIB
+    assert len(pages.take(MIB)) == MIB

@@ -27,8 +27,12 @@ class ProductDtypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("slice_elements", [1, 100, 2**20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_in_float32_answer_as_the_module_does(dtype: torch.dtype) -> None:
+def test_products_in_float32_answer_as_the_module_does(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, slice_elements: int
+) -> None:
+    monkeypatch.setattr(plain, "_SLICE_ELEMENTS", slice_elements)
     module = build_module("llama", dtype=dtype, head_dim=16, attention_bias=True)
     ids = torch.randint(SHAPE["vocab_size"], (1, 40))
     with torch.inference_mode():

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,10 @@ def other_weights(model: PackedModel, monkeypatch: pytest.MonkeyPatch) -> list[P
     return [model]
 
 
+def other_dtype(model: PackedModel, monkeypatch: pytest.MonkeyPatch) -> list[PackedModel]:
+    return [replace(model, dtype=torch.bfloat16)]
+
+
 def a_draft_with_a_part_in_the_text(model: PackedModel, monkeypatch: pytest.MonkeyPatch) -> list[PackedModel]:
     return [model, model]
 
@@ -100,6 +105,7 @@ def a_draft_with_a_part_in_the_text(model: PackedModel, monkeypatch: pytest.Monk
         other_kernels,
         other_code,
         other_weights,
+        other_dtype,
         a_draft_with_a_part_in_the_text,
     ],
 )
@@ -115,6 +121,21 @@ def test_a_verdict_holds_for_what_was_probed_alone(
     assert probe.calls == 2
 
 
+def test_on_a_gpu_the_probe_runs_every_time(model: PackedModel, cache: Path) -> None:
+    probe = CountedProbe()
+    on_gpu = replace(model, device=torch.device("cuda:0"))
+    assert [probe_once([on_gpu], probe, again=False) for _ in range(2)] == [None] * 2
+    assert probe.calls == 2
+    assert not cache.exists()
+
+
+def test_no_setting_is_written_down(model: PackedModel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_SECRET", "a-secret")
+    probe_once([model], CountedProbe(), again=False)
+    (kept,) = (cache / "probes").iterdir()
+    assert "a-secret" not in kept.read_text()
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", "no json"])
 def test_a_damaged_verdict_is_none(model: PackedModel, cache: Path, content: str) -> None:
     probe = CountedProbe()
@@ -125,13 +146,14 @@ def test_a_damaged_verdict_is_none(model: PackedModel, cache: Path, content: str
     assert probe.calls == 2
 
 
+@pytest.mark.parametrize("finding", [None, "a step of 7 rows"])
 def test_where_nothing_can_be_kept_the_probe_runs(
-    model: PackedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: PackedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finding: str | None
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BATCHSPEC_CACHE", str(tmp_path / "file"))
-    probe = CountedProbe()
-    assert [probe_once([model], probe, again=False) for _ in range(2)] == [None] * 2
+    probe = CountedProbe(finding)
+    assert [probe_once([model], probe, again=False) for _ in range(2)] == [finding] * 2
     assert probe.calls == 2
 
 

@@ -37,11 +37,13 @@ def with_parts(config: RunConfig, **parts: Mapping[str, Any]) -> RunConfig:
     return replace(config, **changed)
 
 
-def run_cli(*arguments: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_cli(
+    *arguments: str | Path, cwd: Path | None = None, timeout_seconds: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `python -m batchspec` to its end."""
     command = [sys.executable, "-m", "batchspec", *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment}, timeout=120
+        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment}, timeout=timeout_seconds
     )
 
 

@@ -103,7 +103,8 @@ def test_a_terminated_node_loses_no_row_and_its_shards_are_handed_on(
 def test_64_actors_write_to_one_output(cluster: Cluster, write_prompts: WritePrompts, tmp_path: Path) -> None:
     source, output = write_prompts(6400), tmp_path / "out"
     expected = local_answers(source, tmp_path / "local")
-    run = run_cli(*options(source, output, cluster.address, 64, "--ray-num-cpus", "0.05"), **ENVIRONMENT)
+    command = options(source, output, cluster.address, 64, "--ray-num-cpus", "0.05")
+    run = run_cli(*command, timeout_seconds=400, **ENVIRONMENT)  # 128 processes to start
     assert run.returncode == 0, run.stderr
     assert summary_of(run.stdout)["rows"] == 6400
     assert answers(output) == expected

@@ -10,7 +10,8 @@ import pytest
 
 from batchspec.errors import MismatchError, TooManyErrorRows, UsageError
 from batchspec.io.results import load_results
-from batchspec.pipeline.runner import generate, refuse_too_many_errors
+from batchspec.pipeline.finish import refuse_too_many_errors
+from batchspec.pipeline.runner import generate
 from batchspec.types import Method
 from tests.pipeline.jobs import WritePrompts, answers, fake_config, with_parts
 from tests.pipeline.threads import generate_in_threads

@@ -8,7 +8,8 @@ from unittest.mock import patch
 
 from batchspec.accounting.summary import JobSummary
 from batchspec.config import RunConfig
-from batchspec.pipeline import runner, session
+from batchspec.pipeline import runner
+from batchspec.pipeline.executors import local
 from batchspec.pipeline.messages import Event, FromWorker, ToWorker, WorkerDied, WorkerSpec
 from batchspec.pipeline.worker import run_worker
 
@@ -67,7 +68,7 @@ class ThreadExecutor:
 
 def workers_as_threads() -> AbstractContextManager[Any]:
     """Within it, jobs of this process run on threads."""
-    return patch.object(session, "new_executor", lambda options: ThreadExecutor())
+    return patch.object(local, "LocalExecutor", ThreadExecutor)
 
 
 def generate_in_threads(config: RunConfig) -> JobSummary:

@@ -50,6 +50,11 @@ def load() -> ctypes.PyDLL:
         raise KernelsUnavailableError(f"{library} does not load: {error}") from None
 
 
+def loaded_name() -> str:
+    """The name of the library's file, which tells source, compiler, flags and processor apart."""
+    return Path(load()._name).name
+
+
 def _compile(command: list[str], library: Path) -> None:
     """Write `library` whole or not at all: several workers may build it at once."""
     descriptor, temporary = tempfile.mkstemp(dir=library.parent, prefix=library.stem, suffix=".tmp")

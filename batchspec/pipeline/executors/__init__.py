@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from batchspec.config import RunConfig, RunOptions
+from batchspec.config import RunOptions
 from batchspec.pipeline.messages import Executor
 
 
-def new_executor(options: RunOptions) -> Executor:
+@contextmanager
+def open_executor(options: RunOptions) -> Iterator[Executor]:
+    """The executor that the options name. What it still runs when the context ends is killed."""
+    executor = _new_executor(options)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def _new_executor(options: RunOptions) -> Executor:
     if options.executor == "ray":
         from batchspec.pipeline.executors.ray import RayExecutor
 
@@ -17,20 +27,3 @@ def new_executor(options: RunOptions) -> Executor:
     from batchspec.pipeline.executors.local import LocalExecutor
 
     return LocalExecutor()
-
-
-@contextmanager
-def executor_ahead(config: RunConfig) -> Iterator[Executor | None]:
-    """An executor whose workers start while the job is still being checked; None where only the job itself can start
-    them (Ray has no places before it is connected). What runs when the context ends is killed."""
-    if config.run.executor != "local":
-        yield None
-        return
-    from batchspec.pipeline.executors.local import LocalExecutor
-
-    executor = LocalExecutor()
-    try:
-        executor.start_ahead(config)
-        yield executor
-    finally:
-        executor.close()

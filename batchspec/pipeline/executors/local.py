@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import cast
 
 import batchspec
-from batchspec.config import EngineConfig, RunConfig
-from batchspec.engine.model_files import weight_bytes
+from batchspec.config import AUTO_PROFILE, EngineConfig, RunConfig
+from batchspec.engine.model_files import stored_dtype, weight_bytes
 from batchspec.errors import UsageError
 from batchspec.pipeline.devices import CPU, worker_places
 from batchspec.pipeline.messages import Event, FromWorker, ToWorker, WorkerDied, WorkerSpec
 from batchspec.pipeline.models import model_at_hand
 
 MESSAGES_AT_ONCE = 1000
+PACKED_DTYPES = ("bfloat16", "float32")
 _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -35,7 +36,7 @@ class LocalExecutor:
 
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
-        self._ahead: list[_Worker] = []
+        self._ahead: dict[int, _Worker] = {}
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -43,15 +44,21 @@ class LocalExecutor:
         return tuple(self._workers)
 
     def start_ahead(self, config: RunConfig) -> None:
-        """Start the processes of a job's workers before it is known to be fit to run: they import what their engine
-        needs, which takes seconds, while the parent checks files and options. `start` then takes these."""
-        with contextlib.suppress(UsageError, OSError):  # the checks will say what is wrong
-            for place in worker_places(config):
-                self._ahead.append(_start_process(config.engine, place.device, place.threads))
+        """Start the workers' processes: they import what their engine needs, which takes seconds. Where a model has to
+        be fetched or a profile to be measured first, they would only hold memory meanwhile."""
+        places = worker_places(config)
+        waits = config.engine.engine != "fake" and model_at_hand(config.engine) is None
+        if waits or config.routes.profile == AUTO_PROFILE:
+            return
+        for number, place in enumerate(places):
+            self._ahead[number] = _start_process(config.engine, place.device, place.threads)
 
     def start(self, spec: WorkerSpec) -> None:
-        started = self._ahead.pop() if self._ahead else None
-        worker = started or _start_process(spec.config.engine, spec.device, spec.threads)
+        worker = self._ahead.pop(spec.worker, None)
+        if worker is not None and worker.process.poll() is not None:
+            worker.connection.close()
+            worker = None
+        worker = worker or _start_process(spec.config.engine, spec.device, spec.threads)
         self._workers[spec.worker] = worker
         with contextlib.suppress(OSError):  # its death is found by `wait`
             worker.connection.send(spec)
@@ -71,7 +78,7 @@ class LocalExecutor:
             self._workers[worker].process.kill()
 
     def close(self) -> None:
-        workers = [*self._workers.values(), *self._ahead]
+        workers = [*self._workers.values(), *self._ahead.values()]
         for worker in workers:
             worker.process.kill()
         for worker in workers:
@@ -99,15 +106,16 @@ class LocalExecutor:
 
 def _start_process(engine: EngineConfig, device: str, threads: int) -> _Worker:
     """A worker process that waits for its spec."""
+    # -P: a file in the user's directory that is named like a module must not be taken for it
+    command = [sys.executable, "-P", "-m", "batchspec.pipeline.executors.process", str(os.getpid()), engine.engine]
+    command.append(str(_weight_bytes(engine, device)))
     ours, theirs = Pipe(duplex=True)
     with theirs:
-        # -P: a file in the user's directory that is named like a module must not be taken for it
-        command = [sys.executable, "-P", "-m", "batchspec.pipeline.executors.process"]
         # A signal to the process group must not reach the worker before it has learned to ignore it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
         try:
             process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid()), engine.engine, str(_weight_bytes(engine, device))],
+                [*command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the parent's standard output is for the summary alone
                 pass_fds=[theirs.fileno()],
@@ -119,9 +127,13 @@ def _start_process(engine: EngineConfig, device: str, threads: int) -> _Worker:
 
 
 def _weight_bytes(engine: EngineConfig, device: str) -> int:
-    """Memory of this machine that the weights will take, where the model is at hand already."""
-    path = model_at_hand(engine) if engine.engine == "torch" and device == CPU else None
-    return 0 if path is None else weight_bytes(path)
+    """Bytes of this machine's memory that a worker will fill with weights, as far as the model's files tell."""
+    with contextlib.suppress(OSError, ValueError, UsageError):  # loading will say what is wrong with them
+        path = model_at_hand(engine)
+        if engine.engine == "torch" and device == CPU and path is not None:
+            dtype = stored_dtype(path) if engine.dtype == "auto" else engine.dtype
+            return weight_bytes(path) if dtype in PACKED_DTYPES else 0
+    return 0
 
 
 def _environment(threads: int) -> dict[str, str]:

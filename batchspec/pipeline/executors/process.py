@@ -1,12 +1,12 @@
-"""The entry of a worker process: `python -m batchspec.pipeline.executors.process FILE_DESCRIPTOR PARENT_PID ENGINE
-BYTES`, where BYTES is the memory that its weights will take."""
+"""A worker process: `python -m batchspec.pipeline.executors.process PARENT_PID ENGINE WEIGHT_BYTES PIPE`."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
-import gc
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import cast
 
 from batchspec.engine import import_engine, pages
+from batchspec.pipeline.collection import uncollected
 from batchspec.pipeline.logs import set_up_logging
 from batchspec.pipeline.messages import FromWorker, ToWorker, WorkerSpec
 
@@ -43,24 +44,44 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     faulthandler.enable()
-    gc.disable()  # until the engine is loaded: the worker turns it on
-    connection: Connection = Connection(int(sys.argv[1]))
+    parent_pid, engine, weight_bytes, pipe = sys.argv[1:]
+    connection: Connection = Connection(int(pipe))
     try:
-        die_with(int(sys.argv[2]))
-        pages.take_ahead(int(sys.argv[4]))
-        # Heavy imports come after the line to the parent stands, and before the spec: the parent may be at its checks.
+        die_with(int(parent_pid))
+        spec = _import_and_receive(connection, engine, int(weight_bytes))
+        set_up_logging(f"run {spec.run_id} attempt {spec.attempt} worker {spec.worker}")
         import pyarrow as pa
 
         from batchspec.pipeline.worker import run_worker
 
-        import_engine(sys.argv[3])
-        spec = cast(WorkerSpec, connection.recv())
-        set_up_logging(f"run {spec.run_id} attempt {spec.attempt} worker {spec.worker}")
         pa.set_cpu_count(max(1, spec.threads))
         run_worker(spec, ConnectionLink(connection))
     except (EOFError, ConnectionError):
         return 1
     return 0
+
+
+def _import_and_receive(connection: Connection, engine: str, weight_bytes: int) -> WorkerSpec:
+    """Import what takes seconds, and take the spec meanwhile: the parent may still be at its checks, or wait to be rid
+    of a long one. Raises EOFError where the parent is gone."""
+    pickled: list[bytes] = []
+
+    def receive() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            pickled.append(connection.recv_bytes())
+
+    receiving = threading.Thread(target=receive, daemon=True)
+    receiving.start()
+    pages.take_ahead(weight_bytes)
+    # what fails here fails again where the worker loads its engine, and is reported there
+    with uncollected(), contextlib.suppress(Exception):
+        import batchspec.pipeline.worker  # noqa: F401
+
+        import_engine(engine)
+    receiving.join()
+    if not pickled:
+        raise EOFError
+    return cast(WorkerSpec, pickle.loads(pickled[0]))
 
 
 def die_with(parent_pid: int) -> None:

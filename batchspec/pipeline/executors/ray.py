@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from batchspec.config import RunConfig, RunOptions
@@ -58,13 +59,19 @@ class RayExecutor:
     """See Executor. Needs the connection that `ray_places` makes."""
 
     def __init__(self, options: RunOptions) -> None:
-        import ray
-
-        self._ray = ray
         self._options = options
         self._workers: dict[int, _Worker] = {}
         self._ended: list[Event] = []
         self._warned_at = time.monotonic()
+
+    @cached_property
+    def _ray(self) -> Any:
+        import ray
+
+        return ray
+
+    def start_ahead(self, config: RunConfig) -> None:
+        """There are no places before Ray is connected, which the checks of the job do."""
 
     def start(self, spec: WorkerSpec) -> None:
         options = self._options
