@@ -20,6 +20,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 PYTEST := $(PY) -m pytest
 STAMP := $(VENV)/.installed-$(TORCH)
+DEV_STAMP := $(VENV)/.dev-$(TORCH)
 AIRFLOW_STAMP := .venv-airflow/.installed
 OTHER_STAMPS = $(filter-out $(STAMP),$(wildcard $(VENV)/.installed-*))
 
@@ -41,7 +42,7 @@ endif
 help: ## show these lines
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-setup: $(STAMP) ## build .venv, install everything, fetch the demo model once
+setup: $(STAMP) ## build .venv, install batchspec, fetch the demo model once
 	@$(PY) -m batchspec.engine.demo_model
 
 $(STAMP): pyproject.toml Makefile
@@ -49,6 +50,11 @@ $(STAMP): pyproject.toml Makefile
 	$(PYTHON) -m venv $(if $(OTHER_STAMPS),--clear) $(VENV)
 	@echo 'installing torch and batchspec into $(VENV): a few minutes'
 	$(PIP) install --no-deps --retries 1 torch==$(TORCH_VERSION) $(TORCH_INDEX_$(TORCH))
+	$(PIP) install torch==$(TORCH_VERSION) --editable '.[report]'
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	@echo 'installing what tests and checks need'
 	$(PIP) install torch==$(TORCH_VERSION) --editable '.[dev,report]'
 	@touch $@
 
@@ -56,17 +62,17 @@ demo: setup ## answer data/sample_prompts.parquet with the demo model (a few min
 	$(VENV)/bin/batchspec generate data/sample_prompts.parquet --model demo --routes data/demo_routes.toml \
 	  --max-new-tokens 64 --price-per-hour 0.10 --max-error-rate 0.04 --output demo-output --overwrite
 
-test: setup ## the fast tests, with coverage
+test: setup $(DEV_STAMP) ## the fast tests, with coverage
 	$(PYTEST) -m 'not slow and not ray and not airflow and not browser and not vllm and not gpu' --cov=batchspec --cov-report=term
 
-test-slow: setup ## tests that take minutes
+test-slow: setup $(DEV_STAMP) ## tests that take minutes
 	$(PYTEST) -m slow
 
-test-ray: setup ## tests with a real Ray
+test-ray: setup $(DEV_STAMP) ## tests with a real Ray
 	$(PIP) install --editable '.[ray]'
 	$(PYTEST) -m ray
 
-test-airflow: setup $(AIRFLOW_STAMP) ## tests with a real Airflow, in .venv-airflow (minutes)
+test-airflow: setup $(DEV_STAMP) $(AIRFLOW_STAMP) ## tests with a real Airflow, in .venv-airflow (minutes)
 	$(PYTEST) -m airflow
 
 $(AIRFLOW_STAMP): Makefile
@@ -74,7 +80,7 @@ $(AIRFLOW_STAMP): Makefile
 	.venv-airflow/bin/pip --disable-pip-version-check -qq install 'apache-airflow>=3.1,<4'
 	@touch $@
 
-test-browser: setup ## tests that need Chromium
+test-browser: setup $(DEV_STAMP) ## tests that need Chromium
 	$(PYTEST) -m browser
 
 test-vllm: $(VLLM_STAMP) ## tests with a real vLLM, in an environment of its own
@@ -95,15 +101,15 @@ else
 endif
 	@touch $@
 
-test-gpu: setup ## tests that need a CUDA device
+test-gpu: setup $(DEV_STAMP) ## tests that need a CUDA device
 	$(PYTEST) -m gpu
 
-check: $(STAMP) ## lint, format, types
+check: $(DEV_STAMP) ## lint, format, types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-fmt: $(STAMP) ## format and fix what can be fixed
+fmt: $(DEV_STAMP) ## format and fix what can be fixed
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
