@@ -58,11 +58,12 @@ class ThreadExecutor:
 
     def start(self, spec: WorkerSpec) -> None:
         inbox = self._inboxes[spec.worker] = queue.Queue()
-        link = _QueueLink(spec.worker, inbox, self._events)
+        events = self._events
+        link = _QueueLink(spec.worker, inbox, events)
 
         def work() -> None:
             run_worker(spec, link)
-            self._events.put(Event(spec.worker, WorkerDied(0)))
+            events.put(Event(spec.worker, WorkerDied(0)))
 
         threading.Thread(target=work, daemon=True).start()
 
@@ -77,7 +78,8 @@ class ThreadExecutor:
 
     def kill(self, worker: int) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._events = queue.Queue()
 
 
 class _QueueLink:

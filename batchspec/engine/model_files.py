@@ -38,8 +38,10 @@ def weight_bytes(path: Path) -> int:
 
 
 def stored_dtype(path: Path) -> str:
-    """The dtype that a model directory's configuration declares."""
+    """The dtype that a model directory's configuration declares. Raises OSError or ValueError where there is none."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{path / 'config.json'} is no JSON object")
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 

@@ -1,9 +1,9 @@
-"""What the probe found on this machine is kept, so that a job need not wait for it again.
+"""What the probe found is kept in the user's cache, so that a job need not wait for it again.
 
-A verdict holds for what decides the bits of a number on a CPU: the models, the processor, the kernels, the threads, the
-libraries, this engine's own code, and the settings of numeric libraries. Where any of it differs, where the verdict was
-not that results are independent of the batch, and on GPUs (drivers and libraries choose their kernels there), the probe
-runs.
+A verdict holds for what decides the bits of a number on a CPU: the models, the kind of processor and its cores, the
+kernels, the threads, the libraries, this engine's own code, and the settings of numeric libraries. Where any of it
+differs, where the verdict was not that results are independent of the batch, and on GPUs (drivers and libraries choose
+their kernels there), the probe runs.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def _facts(models: Sequence[PackedModel]) -> dict[str, Any]:
         "processor": build.processor(),
         "kernels": _kernels(),
         "threads": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "versions": {
             "batchspec": batchspec.__version__,
             "torch": f"{torch.__version__} {torch.version.git_version}",

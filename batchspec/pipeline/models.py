@@ -12,9 +12,9 @@ from batchspec.errors import UsageError
 HUB_PREFIX = "hf://"
 
 
-def model_at_hand(config: EngineConfig) -> Path | None:
-    """The local directory of `config.model` where nothing need be fetched or made for it."""
-    path = demo_model_at_hand() if config.model == DEMO_MODEL else _as_path(config.model)
+def model_at_hand(model: str) -> Path | None:
+    """The local directory of a model, where nothing need be fetched or made for it."""
+    path = demo_model_at_hand() if model == DEMO_MODEL else _as_path(model)
     return path if path is not None and path.is_dir() else None
 
 

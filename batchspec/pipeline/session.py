@@ -109,21 +109,18 @@ class Session:
     ) -> list[Shard]:
         """Answer the rows of a phase; the shards that need a further one."""
         self._phase = phase
-        try:
-            supervisor = Supervisor(
-                self._executor,
-                self._new_spec,
-                shards,
-                self._meter.places,
-                self._config.run,
-                self._deaths,
-                interrupts,
-                on_tick,
-            )
-            self._supervisors.append(supervisor)
-            supervisor.run()
-        finally:
-            self._executor.close()
+        supervisor = Supervisor(
+            self._executor,
+            self._new_spec,
+            shards,
+            self._meter.places,
+            self._config.run,
+            self._deaths,
+            interrupts,
+            on_tick,
+        )
+        self._supervisors.append(supervisor)
+        supervisor.run()
         for place in self._meter.places:
             place.ended("idle")
         return supervisor.left_over

@@ -33,7 +33,8 @@ def seconds_of(command: list[str]) -> float:
 
 
 def first_row_seconds(source: str, model: str, folder: str) -> float:
-    """From the command to the first row that is admitted, by the lines that the job meters before it."""
+    """From the command to the first row that is admitted, at most: by the lines that the job meters before it, and all
+    of `idle`, some of which comes after."""
     output = Path(folder) / "out"
     command = ["-m", "batchspec", "generate", source, "--model", model, "--profile", "none", "--method", "target-only"]
     command += ["--limit", "4", "--max-new-tokens", "8", "--output", str(output), "--overwrite"]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import psutil
@@ -116,13 +117,13 @@ def test_every_place_gets_the_process_that_was_started_for_it(
     write_prompts: WritePrompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = fake_config(write_prompts(1))
-    places = (Place("cpu", 1, 1.0), Place("cuda:0", 1, 1.0))
-    made_for: dict[int, str] = {}
+    places = (Place("cpu", 1, 1.0), Place("cuda:0", 2, 1.0))
+    threads_of: dict[int, int] = {}
     start = local._start_process
 
-    def recorded(engine: EngineConfig, device: str, threads: int) -> Any:
-        worker = start(engine, device, threads)
-        made_for[worker.process.pid] = device
+    def recorded(engine: str, threads: int, bytes_ahead: int = 0) -> Any:
+        worker = start(engine, threads, bytes_ahead)
+        threads_of[worker.process.pid] = threads
         return worker
 
     monkeypatch.setattr(local, "_start_process", recorded)
@@ -130,8 +131,26 @@ def test_every_place_gets_the_process_that_was_started_for_it(
     with closing(LocalExecutor()) as executor:
         executor.start_ahead(config)
         for number, place in enumerate(places):
-            executor.start(spec_of(config, worker=number, device=place.device))
-            assert made_for[executor._workers[number].process.pid] == place.device
+            executor.start(spec_of(config, worker=number, device=place.device, threads=place.threads))
+            assert threads_of[executor._workers[number].process.pid] == place.threads
+    assert len(threads_of) == 2
+
+
+def test_workers_share_what_memory_there_is(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for: list[int] = []
+
+    def recorded(engine: str, threads: int, bytes_ahead: int = 0) -> Any:
+        asked_for.append(bytes_ahead)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(local, "_start_process", recorded)
+    monkeypatch.setattr(local.memory, "free_bytes", lambda: 8000)
+    config = with_parts(
+        fake_config(tmp_path / "in.parquet", workers=2), engine={"engine": "torch", "model": str(model)}
+    )
+    with closing(LocalExecutor()) as executor, pytest.raises(UsageError, match="enough"):
+        executor.start_ahead(config)
+    assert asked_for == [1000]
 
 
 @pytest.mark.parametrize(
@@ -139,9 +158,10 @@ def test_every_place_gets_the_process_that_was_started_for_it(
     [
         {"run": {"executor": "ray"}},
         {"engine": {"engine": "torch", "model": "org/not-fetched-yet"}},
+        {"engine": {"engine": "torch", "draft_model": "org/not-fetched-yet"}},
         {"routes": {"profile": "auto"}, "engine": {"engine": "torch"}},
     ],
-    ids=["ray", "a model to fetch", "a profile to measure"],
+    ids=["ray", "a model to fetch", "a draft to fetch", "a profile to measure"],
 )
 def test_where_there_is_something_to_wait_for_no_worker_starts(
     tmp_path: Path, started: list[int], part: dict[str, Any]
@@ -191,9 +211,14 @@ def test_a_spec_longer_than_a_pipe_holds_nobody_up(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "slow"))
     config = with_parts(fake_config(write_prompts(1)), engine={"engine": "torch", "model": str(model)})
     with closing(LocalExecutor()) as executor:
+        watchdog = Timer(30, go_on.touch)
+        watchdog.start()
         executor.start(spec_of(config, part_metadata={"long": "x" * 2**22}))
+        watchdog.cancel()
+        in_time = not go_on.exists()
         go_on.touch()
         failed, *_ = wait_for(lambda: executor.wait(1.0))
+    assert in_time
     assert isinstance(failed.message, Failed)
     assert failed.message.message == "ImportError: at last"
 
@@ -227,8 +252,9 @@ def test_no_memory_is_made_ready_in_vain(model: Path, changes: dict[str, Any], d
     assert local._weight_bytes(replace(EngineConfig(model=str(model)), **changes), device) == 0
 
 
-def test_files_that_cannot_be_read_are_no_fault_of_the_start(model: Path) -> None:
+@pytest.mark.parametrize("config", ["{", "[]"])
+def test_files_that_cannot_be_read_are_no_fault_of_the_start(model: Path, config: str) -> None:
     (model / "more.safetensors").symlink_to(model / "pruned")
     assert local._weight_bytes(EngineConfig(model=str(model)), "cpu") > 0
-    (model / "config.json").write_text("{")
+    (model / "config.json").write_text(config)
     assert local._weight_bytes(EngineConfig(model=str(model)), "cpu") == 0

@@ -42,11 +42,12 @@ class ThreadExecutor:
         pass
 
     def start(self, spec: WorkerSpec) -> None:
-        link = self._links[spec.worker] = ThreadLink(spec.worker, self._events)
+        events = self._events
+        link = self._links[spec.worker] = ThreadLink(spec.worker, events)
 
         def run() -> None:
             run_worker(spec, link)
-            self._events.put(Event(spec.worker, WorkerDied(0)))
+            events.put(Event(spec.worker, WorkerDied(0)))
 
         threading.Thread(target=run, daemon=True).start()
 
@@ -64,6 +65,7 @@ class ThreadExecutor:
 
     def close(self) -> None:
         self._links.clear()
+        self._events = queue.SimpleQueue()
 
 
 def workers_as_threads() -> AbstractContextManager[Any]:

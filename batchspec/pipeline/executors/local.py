@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -14,11 +15,14 @@ from typing import cast
 
 import batchspec
 from batchspec.config import AUTO_PROFILE, EngineConfig, RunConfig
+from batchspec.engine import memory
 from batchspec.engine.model_files import stored_dtype, weight_bytes
 from batchspec.errors import UsageError
 from batchspec.pipeline.devices import CPU, worker_places
 from batchspec.pipeline.messages import Event, FromWorker, ToWorker, WorkerDied, WorkerSpec
 from batchspec.pipeline.models import model_at_hand
+
+logger = logging.getLogger(__name__)
 
 MESSAGES_AT_ONCE = 1000
 PACKED_DTYPES = ("bfloat16", "float32")
@@ -44,21 +48,25 @@ class LocalExecutor:
         return tuple(self._workers)
 
     def start_ahead(self, config: RunConfig) -> None:
-        """Start the workers' processes: they import what their engine needs, which takes seconds. Where a model has to
-        be fetched or a profile to be measured first, they would only hold memory meanwhile."""
-        places = worker_places(config)
-        waits = config.engine.engine != "fake" and model_at_hand(config.engine) is None
-        if waits or config.routes.profile == AUTO_PROFILE:
+        """Start the workers' processes: they import what their engine needs, which takes seconds, and get memory for
+        its weights. Where a profile has to be measured first, or a model may have to be fetched (it is not in a local
+        directory), they would only hold that meanwhile."""
+        places, engine = worker_places(config), config.engine
+        models = [] if engine.engine == "fake" else [engine.model, *filter(None, [engine.draft_model])]
+        if config.routes.profile == AUTO_PROFILE or not all(map(model_at_hand, models)):
             return
+        most_bytes = memory.free_bytes() // (4 * len(places))
         for number, place in enumerate(places):
-            self._ahead[number] = _start_process(config.engine, place.device, place.threads)
+            num_bytes = min(most_bytes, _weight_bytes(engine, place.device))
+            self._ahead[number] = _start_process(engine.engine, place.threads, num_bytes)
 
     def start(self, spec: WorkerSpec) -> None:
         worker = self._ahead.pop(spec.worker, None)
-        if worker is not None and worker.process.poll() is not None:
+        if worker is not None and (exit_code := worker.process.poll()) is not None:
+            logger.warning("worker %d died before its job began (exit code %d)", spec.worker, exit_code)
             worker.connection.close()
             worker = None
-        worker = worker or _start_process(spec.config.engine, spec.device, spec.threads)
+        worker = worker or _start_process(spec.config.engine.engine, spec.threads)
         self._workers[spec.worker] = worker
         with contextlib.suppress(OSError):  # its death is found by `wait`
             worker.connection.send(spec)
@@ -104,18 +112,17 @@ class LocalExecutor:
         return [*events, Event(number, WorkerDied(worker.process.wait()))]
 
 
-def _start_process(engine: EngineConfig, device: str, threads: int) -> _Worker:
+def _start_process(engine: str, threads: int, bytes_ahead: int = 0) -> _Worker:
     """A worker process that waits for its spec."""
     # -P: a file in the user's directory that is named like a module must not be taken for it
-    command = [sys.executable, "-P", "-m", "batchspec.pipeline.executors.process", str(os.getpid()), engine.engine]
-    command.append(str(_weight_bytes(engine, device)))
+    command = [sys.executable, "-P", "-m", "batchspec.pipeline.executors.process"]
     ours, theirs = Pipe(duplex=True)
     with theirs:
         # A signal to the process group must not reach the worker before it has learned to ignore it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
         try:
             process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [*command, str(os.getpid()), engine, str(bytes_ahead), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the parent's standard output is for the summary alone
                 pass_fds=[theirs.fileno()],
@@ -129,7 +136,7 @@ def _start_process(engine: EngineConfig, device: str, threads: int) -> _Worker:
 def _weight_bytes(engine: EngineConfig, device: str) -> int:
     """Bytes of this machine's memory that a worker will fill with weights, as far as the model's files tell."""
     with contextlib.suppress(OSError, ValueError, UsageError):  # loading will say what is wrong with them
-        path = model_at_hand(engine)
+        path = model_at_hand(engine.model)
         if engine.engine == "torch" and device == CPU and path is not None:
             dtype = stored_dtype(path) if engine.dtype == "auto" else engine.dtype
             return weight_bytes(path) if dtype in PACKED_DTYPES else 0

@@ -1,4 +1,5 @@
-"""A worker process: `python -m batchspec.pipeline.executors.process PARENT_PID ENGINE WEIGHT_BYTES PIPE`."""
+"""A worker process: `python -m batchspec.pipeline.executors.process PARENT_PID ENGINE BYTES_AHEAD PIPE`, where so many
+bytes of memory are made ready for weights."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import cast
 
-from batchspec.engine import import_engine, pages
+from batchspec.engine import import_engine, memory
 from batchspec.pipeline.collection import uncollected
 from batchspec.pipeline.logs import set_up_logging
 from batchspec.pipeline.messages import FromWorker, ToWorker, WorkerSpec
@@ -44,11 +45,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     faulthandler.enable()
-    parent_pid, engine, weight_bytes, pipe = sys.argv[1:]
+    parent_pid, engine, bytes_ahead, pipe = sys.argv[1:]
     connection: Connection = Connection(int(pipe))
     try:
         die_with(int(parent_pid))
-        spec = _import_and_receive(connection, engine, int(weight_bytes))
+        spec = _import_and_receive(connection, engine, int(bytes_ahead))
         set_up_logging(f"run {spec.run_id} attempt {spec.attempt} worker {spec.worker}")
         import pyarrow as pa
 
@@ -61,7 +62,7 @@ def main() -> int:
     return 0
 
 
-def _import_and_receive(connection: Connection, engine: str, weight_bytes: int) -> WorkerSpec:
+def _import_and_receive(connection: Connection, engine: str, bytes_ahead: int) -> WorkerSpec:
     """Import what takes seconds, and take the spec meanwhile: the parent may still be at its checks, or wait to be rid
     of a long one. Raises EOFError where the parent is gone."""
     pickled: list[bytes] = []
@@ -72,7 +73,7 @@ def _import_and_receive(connection: Connection, engine: str, weight_bytes: int) 
 
     receiving = threading.Thread(target=receive, daemon=True)
     receiving.start()
-    pages.take_ahead(weight_bytes)
+    memory.take_ahead(bytes_ahead)
     # what fails here fails again where the worker loads its engine, and is reported there
     with uncollected(), contextlib.suppress(Exception):
         import batchspec.pipeline.worker  # noqa: F401

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from batchspec.engine import pages
+from batchspec.engine import memory
 
 MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
 def fresh_region(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(pages._Region, "rest", memoryview(b""))
-    monkeypatch.setattr(pages._Region, "filling", None)
+    monkeypatch.setattr(memory._Region, "rest", memoryview(b""))
+    monkeypatch.setattr(memory._Region, "filling", None)
     yield
-    pages.take(0)  # waits for the thread
+    memory.take(0)  # waits for the thread
 
 
 def resident_bytes(piece: memoryview) -> int:
@@ -31,8 +31,8 @@ def resident_bytes(piece: memoryview) -> int:
 @pytest.mark.parametrize("ahead", [0, 1, 4096, 3 * MIB, 200 * MIB])
 @pytest.mark.parametrize("sizes", [[1], [4096, 1, 8192], [MIB, 2 * MIB, 3 * MIB], [70 * MIB]])
 def test_pieces_are_zero_apart_and_writable(ahead: int, sizes: list[int]) -> None:
-    pages.take_ahead(ahead)
-    pieces = [pages.take(size) for size in sizes]
+    memory.take_ahead(ahead)
+    pieces = [memory.take(size) for size in sizes]
     assert [len(piece) for piece in pieces] == sizes
     for index, piece in enumerate(pieces, start=1):
         assert bytes(piece[:1]) == bytes(piece[-1:]) == b"\0"
@@ -42,24 +42,24 @@ def test_pieces_are_zero_apart_and_writable(ahead: int, sizes: list[int]) -> Non
 
 
 def test_what_was_asked_for_ahead_is_resident_and_taken_first() -> None:
-    pages.take_ahead(4 * MIB)
-    region = pages._Region.rest.obj
-    pieces = [pages.take(2 * MIB), pages.take(2 * MIB)]
+    memory.take_ahead(4 * MIB)
+    region = memory._Region.rest.obj
+    pieces = [memory.take(2 * MIB), memory.take(2 * MIB)]
     assert [resident_bytes(piece) for piece in pieces] == [2 * MIB, 2 * MIB]
     assert all(piece.obj is region for piece in pieces)
 
 
 def test_what_was_not_asked_for_is_not_resident() -> None:
-    assert resident_bytes(pages.take(8 * MIB)) == 0
+    assert resident_bytes(memory.take(8 * MIB)) == 0
 
 
 def test_no_more_is_made_resident_than_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_MOST_BYTES_AHEAD", 4 * MIB)
-    pages.take_ahead(64 * MIB)
-    assert resident_bytes(pages.take(4 * MIB)) == 4 * MIB
-    assert resident_bytes(pages.take(32 * MIB)) == 0
+    monkeypatch.setattr(memory, "_MOST_BYTES_AHEAD", 4 * MIB)
+    memory.take_ahead(64 * MIB)
+    assert resident_bytes(memory.take(4 * MIB)) == 4 * MIB
+    assert resident_bytes(memory.take(32 * MIB)) <= 2 * MIB  # the rest of a huge page
 
 
 def test_more_than_can_be_mapped_is_left_to_who_needs_it() -> None:
-    pages.take_ahead(2**60)
-    assert len(pages.take(MIB)) == MIB
+    memory.take_ahead(2**60)
+    assert len(memory.take(MIB)) == MIB
