@@ -11,7 +11,7 @@ MAX_LINES = 300
 # A module may import from lower levels, and from its own package on its own level. The longest prefix counts.
 LEVELS = [
     {"errors"},
-    {"stats", "text"},
+    {"stats", "text", "system"},
     {"types"},
     {"config"},
     {"workload", "ngrams", "io.schema", "accounting.cost"},

@@ -1,7 +1,5 @@
 """Whole jobs with a tiny model in the test's own process, so that a test can put a fault into the engine."""
 
-import queue
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +13,9 @@ import torch
 from batchspec.config import EngineConfig, InputConfig, OutputConfig, RouteConfig, RunConfig, RunOptions
 from batchspec.pipeline import runner
 from batchspec.pipeline.executors import local
-from batchspec.pipeline.messages import Event, FromWorker, ToWorker, WorkerDied, WorkerSpec
-from batchspec.pipeline.worker import run_worker
 from batchspec.types import Method, SamplingParams
 from tests.engine.tiny import build_module, byte_tokenizer
+from tests.pipeline.threads import ThreadExecutor
 
 PROMPTS = [
     ("copy", "the cat sat on the mat and the cat sat on the mat and the cat sat on the"),
@@ -44,58 +41,6 @@ def write_input(path: Path, **columns: Any) -> Path:
     table = {"prompt": [p for _, p in PROMPTS], "request_class": [c for c, _ in PROMPTS], **columns}
     pq.write_table(pa.table(table), path)
     return path
-
-
-class ThreadExecutor:
-    """Runs workers as threads of this process."""
-
-    def __init__(self) -> None:
-        self._events: queue.Queue[Event] = queue.Queue()
-        self._inboxes: dict[int, queue.Queue[ToWorker]] = {}
-
-    def start_ahead(self, config: RunConfig) -> None:
-        pass
-
-    def start(self, spec: WorkerSpec) -> None:
-        inbox = self._inboxes[spec.worker] = queue.Queue()
-        events = self._events
-        link = _QueueLink(spec.worker, inbox, events)
-
-        def work() -> None:
-            run_worker(spec, link)
-            events.put(Event(spec.worker, WorkerDied(0)))
-
-        threading.Thread(target=work, daemon=True).start()
-
-    def send(self, worker: int, message: ToWorker) -> None:
-        self._inboxes[worker].put(message)
-
-    def wait(self, timeout: float) -> list[Event]:
-        try:
-            return [self._events.get(timeout=timeout)]
-        except queue.Empty:
-            return []
-
-    def kill(self, worker: int) -> None: ...
-
-    def close(self) -> None:
-        self._events = queue.Queue()
-
-
-class _QueueLink:
-    def __init__(self, worker: int, inbox: "queue.Queue[ToWorker]", events: "queue.Queue[Event]") -> None:
-        self._worker = worker
-        self._inbox = inbox
-        self._events = events
-
-    def send(self, message: FromWorker) -> None:
-        self._events.put(Event(self._worker, message))
-
-    def receive(self, wait: bool) -> ToWorker | None:
-        try:
-            return self._inbox.get(block=wait)
-        except queue.Empty:
-            return None
 
 
 RunTinyJob = Callable[..., Path]

@@ -29,6 +29,7 @@ from batchspec.engine.cpu import build
 from batchspec.engine.model import PackedModel
 from batchspec.engine.model_files import model_identity
 from batchspec.errors import UsageError
+from batchspec.system import num_cores, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ def probe_once(models: Sequence[PackedModel], probe: Callable[[], str | None], a
     if difference is None:
         _keep(path, {"probed_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "holds_for": facts})
     else:
-        _forget(path)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
     return difference
 
 
@@ -75,20 +77,11 @@ def _probed_at(path: Path) -> str | None:
 
 
 def _keep(path: Path, verdict: Mapping[str, Any]) -> None:
-    """Whole or not at all: several workers may write it at once."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(verdict, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, json.dumps(verdict, indent=2) + "\n")
     except OSError as error:
         logger.info("what the probe found cannot be kept: %s", error)
-        _forget(temporary)
-
-
-def _forget(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
 
 
 def _facts(models: Sequence[PackedModel]) -> dict[str, Any]:
@@ -98,7 +91,7 @@ def _facts(models: Sequence[PackedModel]) -> dict[str, Any]:
         "processor": build.processor(),
         "kernels": _kernels(),
         "threads": torch.get_num_threads(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "versions": {
             "batchspec": batchspec.__version__,
             "torch": f"{torch.__version__} {torch.version.git_version}",

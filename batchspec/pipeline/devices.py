@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from batchspec.config import RunConfig
 from batchspec.errors import UsageError
+from batchspec.system import num_cores
 
 CPU = "cpu"
 _DEVICE_NAME = re.compile(r"cpu|cuda:\d+")
@@ -38,7 +39,7 @@ def worker_places(config: RunConfig) -> tuple[Place, ...]:
     devices = _devices(config)
     num_workers = max(config.run.workers, len(devices))
     on_device = [devices[i % len(devices)] for i in range(num_workers)]
-    threads = config.run.threads or max(1, _num_cores() // num_workers)
+    threads = config.run.threads or max(1, num_cores() // num_workers)
     return tuple(
         Place(device, threads, (1 if device == CPU else config.engine.tensor_parallel_size) / on_device.count(device))
         for device in on_device
@@ -100,7 +101,3 @@ def _torch_is_cpu_only() -> bool:
         return metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
         return True
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from batchspec.errors import MismatchError, UsageError
 from batchspec.profile.records import PROFILE_VERSION, Profile
+from batchspec.system import write_whole
 
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write the profile, whole or not at all."""
     text = json.dumps(asdict(profile), indent=1, sort_keys=True, allow_nan=False)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, text + "\n")
     except OSError as error:
         raise UsageError(f"cannot write the profile {path}: {error.strerror}") from error
 

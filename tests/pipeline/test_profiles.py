@@ -18,7 +18,8 @@ from batchspec.pipeline import auto, measuring
 from batchspec.pipeline.executors import local
 from batchspec.pipeline.measuring import make_profile, readable_rows
 from batchspec.report.frame import load_results
-from tests.tiny_jobs import PROMPTS, ThreadExecutor, save_tiny_model
+from tests.pipeline.threads import ThreadExecutor
+from tests.tiny_jobs import PROMPTS, save_tiny_model
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from batchspec.cli import main
 from batchspec.pipeline.executors import local
 from batchspec.report.frame import load_results
 from tests.engine.tiny import byte_tokenizer
-from tests.tiny_jobs import ThreadExecutor, save_tiny_model
+from tests.pipeline.threads import ThreadExecutor
+from tests.tiny_jobs import save_tiny_model
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
