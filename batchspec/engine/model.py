@@ -33,6 +33,8 @@ class PackedModel:
     layers: tuple[LayerShape, ...]
     context_tokens: int
     vocab_size: int
+    refused_layers: tuple[str, ...] = ()
+    """Layers of a known class whose fused form answers otherwise than they do."""
 
     @property
     def weight_bytes(self) -> int:
@@ -50,8 +52,9 @@ class PackedModel:
         return logits
 
 
-def load_model(path: Path, dtype: str, device: torch.device) -> PackedModel:
-    """Load, refuse what cannot be reproduced exactly, and check a packed forward against the model's own.
+def load_model(path: Path, dtype: str, device: torch.device, checked: bool = False) -> PackedModel:
+    """Load, refuse what cannot be reproduced exactly, and check a packed forward against the model's own, unless this
+    has been `checked` before and no layer was refused.
 
     `dtype` "auto" takes the dtype that the checkpoint declares (float32 where it declares none).
     Raises UsageError (no such model, unknown dtype) and UnsupportedModelError (names the reason).
@@ -71,17 +74,18 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PackedModel:
         raise UnsupportedModelError(f"{path}: {error}") from None
     except OSError as error:
         raise BatchspecError(f"{path}: weights cannot be read: {error}") from error
-    return wrap_model(str(path), module.to(device))
+    return wrap_model(str(path), module.to(device), checked)
 
 
-def wrap_model(name: str, module: Any) -> PackedModel:
-    """Check a loaded `transformers` causal LM and make it serve packed forwards. Changes its attention in place."""
+def wrap_model(name: str, module: Any, checked: bool = False) -> PackedModel:
+    """Check a loaded `transformers` causal LM, unless it has been, and make it serve packed forwards. Changes its
+    attention in place."""
     from batchspec.engine import checks
 
     attention.register()
     checks.refuse_unsupported_config(module.config)
     module.eval().requires_grad_(False)
-    layers = checks.check_packed_forward(module)
+    layers, refused = (checks.prepare_unchecked(module), ()) if checked else checks.prepare_and_check(module)
     text_config = module.config.get_text_config()
     return PackedModel(
         name=name,
@@ -91,6 +95,7 @@ def wrap_model(name: str, module: Any) -> PackedModel:
         layers=layers,
         context_tokens=text_config.max_position_embeddings,
         vocab_size=module.get_output_embeddings().out_features,
+        refused_layers=refused,
     )
 
 

@@ -1,4 +1,5 @@
-"""The model as `transformers` runs it, on processors whose torch has no fast products of half-precision numbers."""
+"""The model as `transformers` runs it: on processors whose torch has no fast products of half-precision numbers, and
+where nothing but shapes is asked for."""
 
 from __future__ import annotations
 
@@ -61,6 +62,24 @@ class Float32Products(TorchFunctionMode):
             return _linear(*args, **kwargs)
         result = func(*map(_widened, args), **{name: _widened(x) for name, x in kwargs.items()})
         return result.to(dtype)
+
+
+class ZeroLinears(TorchFunctionMode):
+    """Linear layers that answer zeros: what to call a plain module under for the sake of shapes and settings alone."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        return _zeros(*args, **kwargs) if func is torch.nn.functional.linear else func(*args, **kwargs)
+
+
+def _zeros(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return input.new_zeros(*input.shape[:-1], len(weight))
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchspec.io.schema import ResultSchema
@@ -46,7 +45,7 @@ def load_kept_rows(store: Store, shard: int, schema: ResultSchema) -> KeptRows:
         return KeptRows()
     with file:
         table = pq.read_table(file)
-    good = table.filter(pc.is_null(table[f"{schema.prefix}error_type"]))
+    good = table.filter(table[f"{schema.prefix}error_type"].is_null())
     places = {row_index: place for place, row_index in enumerate(good[f"{schema.prefix}row_index"].to_pylist())}
     return KeptRows(good, places)
 

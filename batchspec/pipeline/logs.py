@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 
-from tqdm import tqdm
-
 
 class _StderrHandler(logging.Handler):
     """Writes to whatever stderr is at that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm  # not before workers are started: it takes a twentieth of a second
+
         tqdm.write(self.format(record), file=sys.stderr)  # which leaves a progress bar whole
 
 

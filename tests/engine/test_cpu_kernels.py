@@ -280,7 +280,7 @@ def test_a_layer_that_only_looks_like_the_known_one_is_left_alone() -> None:
 def test_preparing_twice_changes_nothing() -> None:
     model = wrap_model("tiny", build_module("qwen3", dtype=torch.bfloat16))
     before = list(model.module.modules())
-    assert cpu.prepare_model(model.module, model.layers) == 0
+    assert cpu.prepare_model(model.module, model.layers) == ()
     assert list(model.module.modules()) == before
 
 

@@ -1,6 +1,7 @@
 """The demo model's way into the cache, tried with a small wheel that the real pip takes from a local folder."""
 
 import hashlib
+import sys
 import threading
 import zipfile
 from dataclasses import replace
@@ -124,12 +125,28 @@ def test_a_failed_conversion_leaves_nothing_and_may_be_tried_again(cache: Path, 
     assert demo_model_dir(wheel, Converter()).exists()
 
 
-def test_what_the_conversion_needs_is_named_with_its_pip_line(
-    cache: Path, wheel: ModelWheel, monkeypatch: pytest.MonkeyPatch
+def test_what_the_conversion_needs_and_pip_does_not_bring_is_named_with_its_pip_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo_model.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match="pip install gguf accelerate"):
-        demo_model_dir(wheel, convert_in_subprocess)
+    monkeypatch.setattr(demo_model, "_PIP", (sys.executable, "-c", "raise SystemExit('no network')"))
+    with pytest.raises(MissingDependencyError, match=r"pip install gguf accelerate psutil \(tried: no network\)"):
+        convert_in_subprocess(tmp_path / "tiny.gguf", tmp_path / "made")
+
+
+PIP_THAT_WRITES_TRANSFORMERS = """
+import pathlib, sys
+target = pathlib.Path(sys.argv[sys.argv.index("--target") + 1])
+target.mkdir()
+(target / "transformers.py").write_text("raise SystemExit('what pip brought')")
+"""
+
+
+def test_what_pip_brings_is_found_by_the_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_model.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(demo_model, "_PIP", (sys.executable, "-c", PIP_THAT_WRITES_TRANSFORMERS))
+    with pytest.raises(BatchspecError, match="converting tiny.gguf failed .*what pip brought"):
+        convert_in_subprocess(tmp_path / "tiny.gguf", tmp_path / "made")
 
 
 def test_a_cache_that_cannot_be_written_is_named(cache: Path, wheel: ModelWheel) -> None:

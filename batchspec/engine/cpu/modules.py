@@ -1,7 +1,8 @@
 """Puts the kernels into a loaded `transformers` model: packed linears, and whole decoder layers where they are known.
 
 A layer is replaced only if it is of a class whose forward the fused layer spells out, and if what it adds to a small
-random step agrees with what the plain layer adds; every other layer keeps its own code, with its linears packed.
+random step agrees with what the plain layer adds (or is known to); every other layer keeps its own code, with its
+linears packed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers.activations import SiLUActivation
 from batchspec.engine.cpu import kernels
 from batchspec.engine.kv_cache import KVCache, LayerShape, blocks_for
 from batchspec.engine.packed import PackedStep, Segment, pack
-from batchspec.engine.plain import plain_products
+from batchspec.engine.plain import ZeroLinears, plain_products
 
 # Layers of one form: norm, attention with rotated queries and keys, norm, SiLU-gated MLP, each half added as it is.
 # Others have the same children and differ in the code (no rotation in some layers, scaled residuals, norms of 1 + w).
@@ -90,24 +91,26 @@ class FusedLayers(nn.Module):
         return kernels.decoder_layers(self.c, batchspec_step, self.first_index, hidden_states, *position_embeddings)
 
 
-def prepare_model(module: Any, layers: tuple[LayerShape, ...]) -> int:
-    """Pack and fuse a causal LM in place, its attention already ours; returns the number of layers fused.
+def prepare_model(module: Any, layers: tuple[LayerShape, ...], checked: bool = False) -> tuple[str, ...]:
+    """Pack and fuse a causal LM in place, its attention already ours; returns the names of layers that are not fused
+    because their fused form answers otherwise, which nobody looks at where the model has been `checked` before.
 
     Doing it twice changes nothing. The plain weights are let go, layer by layer. A model that the kernels do not serve
     (another device or dtype, no compiler) stays as it is.
     """
     if module.device.type != "cpu" or module.dtype not in kernels.DTYPES or kernels.unavailable_reason() is not None:
-        return 0
-    fused = _fuse_layers(module, layers)
+        return ()
+    refused = _fuse_layers(module, layers, checked)
     for name, child in list(module.named_modules()):
         if type(child) is nn.Linear and child.in_features % 2 == 0:
             module.set_submodule(name, PackedLinear(child.weight, child.bias))
-    return fused
+    return refused
 
 
 @torch.inference_mode()
-def _fuse_layers(module: Any, layers: tuple[LayerShape, ...]) -> int:
-    """Run a small step through the plain layers, and replace those whose fused form answers alike."""
+def _fuse_layers(module: Any, layers: tuple[LayerShape, ...], checked: bool) -> tuple[str, ...]:
+    """Run a small step through the plain layers, and replace those whose fused form answers alike; the names of the
+    others."""
     candidates = [(name, layer) for name, layer in module.named_modules() if _is_fusible(layer)]
     calls: dict[str, tuple[Any, Any, torch.Tensor]] = {}
 
@@ -119,12 +122,13 @@ def _fuse_layers(module: Any, layers: tuple[LayerShape, ...]) -> int:
 
     hooks = [layer.register_forward_hook(keep(name), with_kwargs=True) for name, layer in candidates]
     try:
-        settings = _run_recorded(module, _check_step(module, layers))
+        with ZeroLinears() if checked else plain_products(module):
+            settings = _run_recorded(module, _check_step(module, layers))
     finally:
         for hook in hooks:
             hook.remove()
     own_step = _check_step(module, layers)  # what the plain layers wrote must not be there already
-    num_fused = 0
+    refused = []
     for name, layer in candidates:
         arguments, keywords, expected = calls.pop(name)
         found = settings[layer.self_attn.layer_idx]
@@ -132,12 +136,14 @@ def _fuse_layers(module: Any, layers: tuple[LayerShape, ...]) -> int:
             continue
         fused = FusedLayer(layer, found)
         alone = FusedLayers([fused])
-        got = alone(*arguments, **{**keywords, "batchspec_step": own_step})
-        if _adds_the_same(got.float(), expected.float(), arguments[0].float(), module.dtype):
-            module.set_submodule(name, alone)
-            num_fused += 1
+        if not checked:
+            got = alone(*arguments, **{**keywords, "batchspec_step": own_step})
+            if not _adds_the_same(got.float(), expected.float(), arguments[0].float(), module.dtype):
+                refused.append(name)
+                continue
+        module.set_submodule(name, alone)
     _join_layers(module)
-    return num_fused
+    return tuple(refused)
 
 
 def _join_layers(module: Any) -> None:
@@ -172,8 +178,7 @@ def _run_recorded(module: Any, step: PackedStep) -> dict[int, kernels.CAttention
     before = module.config._attn_implementation
     module.set_attn_implementation("batchspec_settings")
     try:
-        with plain_products(module):
-            module(input_ids=step.input_ids, position_ids=step.positions, use_cache=False, batchspec_step=step)
+        module(input_ids=step.input_ids, position_ids=step.positions, use_cache=False, batchspec_step=step)
     finally:
         module.set_attn_implementation(before)
     return settings
