@@ -34,6 +34,7 @@ class Attempt:
     versions: Mapping[str, Any] = field(default_factory=dict)
     price_per_hour: float | None = None
     refreshed_at: float = 0.0
+    first_admitted_at: float | None = None
     rows_before: int = 0
     rows: int = 0
     error_rows: int = 0

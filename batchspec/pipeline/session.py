@@ -193,6 +193,8 @@ class Session:
             attempt.input_tokens, attempt.output_tokens = counters.input_tokens, counters.output_tokens
             attempt.target_steps = counters.target_steps
             attempt.row_device_seconds = counters.row_device_seconds
+            admitted = [s.first_admitted_at for s in supervisors if s.first_admitted_at is not None]
+            attempt.first_admitted_at = min(admitted, default=None)
             attempt.decode_wall_seconds = sum(supervisor.decode_wall_seconds for supervisor in supervisors)
             attempt.engines = [asdict(engine) for supervisor in supervisors for engine in supervisor.engines]
             attempt.timeline = self._timeline.samples

@@ -92,7 +92,7 @@ class Supervisor:
         self.left_over: list[Shard] = []
         self._stop_at: float | None = None
         self._told_no_more = False
-        self._first_admitted_at = math.inf
+        self.first_admitted_at: float | None = None
         self._last_retired_at = 0.0
         self._workers = [_Worker(self._start(number, meter, "startup"), meter) for number, meter in enumerate(meters)]
 
@@ -112,7 +112,7 @@ class Supervisor:
     @property
     def decode_wall_seconds(self) -> float:
         """From the first row admitted to the last row retired, over all workers."""
-        return max(0.0, self._last_retired_at - self._first_admitted_at)
+        return max(0.0, self._last_retired_at - (self.first_admitted_at or math.inf))
 
     def run(self) -> None:
         """Return when every shard is committed. Raises WorkerError after too many deaths, Interrupted on a signal,
@@ -179,7 +179,7 @@ class Supervisor:
         worker.own = report.counters
         worker.meter.report(report)
         if report.first_admitted_at is not None:
-            self._first_admitted_at = min(report.first_admitted_at, self._first_admitted_at)
+            self.first_admitted_at = min(report.first_admitted_at, self.first_admitted_at or math.inf)
         if report.last_retired_at is not None:
             self._last_retired_at = max(report.last_retired_at, self._last_retired_at)
 

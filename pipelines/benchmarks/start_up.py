@@ -16,8 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-LINES_BEFORE_ROWS = ("startup", "compile", "load", "warmup", "idle")
-
 PLAIN = """
 import sys, torch, transformers
 tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
@@ -33,17 +31,14 @@ def seconds_of(command: list[str]) -> float:
 
 
 def first_row_seconds(source: str, model: str, folder: str) -> float:
-    """From the command to the first row that is admitted, at most: by the lines that the job meters before it, and all
-    of `idle`, some of which comes after."""
+    """From the command to the first row that is admitted, by the job's own record."""
     output = Path(folder) / "out"
     command = ["-m", "batchspec", "generate", source, "--model", model, "--profile", "none", "--method", "target-only"]
     command += ["--limit", "4", "--max-new-tokens", "8", "--output", str(output), "--overwrite"]
     started_at = time.time()
     seconds_of(command)
     (record,) = (output / "_batchspec" / "attempts").iterdir()
-    attempt = json.loads(record.read_text())
-    lines = sum(attempt["line_seconds"][name] for name in LINES_BEFORE_ROWS)
-    return float(attempt["started_at"] - started_at + lines)
+    return float(json.loads(record.read_text())["first_admitted_at"]) - started_at
 
 
 def main() -> None:

@@ -145,7 +145,7 @@ target.mkdir()
 def test_what_pip_brings_is_found_by_the_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_model.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(demo_model, "_PIP", (sys.executable, "-c", PIP_THAT_WRITES_TRANSFORMERS))
-    with pytest.raises(BatchspecError, match="converting tiny.gguf failed .*what pip brought"):
+    with pytest.raises(BatchspecError, match=r"converting tiny.gguf failed .*what pip brought"):
         convert_in_subprocess(tmp_path / "tiny.gguf", tmp_path / "made")
 
 
