@@ -25,6 +25,7 @@ def test_an_attempt_keeps_rows_tokens_and_rows_in_flight(write_prompts: WritePro
     config = with_parts(fake_config(path), engine={"fake_tokens_per_second": 150.0}, sampling={"max_new_tokens": 60})
     summary = runner.generate(config)
     attempt = json.loads((path.parent / "in.generated/_batchspec/attempts/0001.json").read_text())
+    assert attempt["started_at"] < attempt["first_admitted_at"] < attempt["refreshed_at"]
     timeline = attempt["timeline"]
     assert len(timeline) >= 2
     assert timeline == sorted(timeline)
