@@ -40,6 +40,13 @@ def plain_type(kind: pa.DataType, text: pa.DataType = _STRING) -> pa.DataType:
     return kind
 
 
+def with_text_as_bytes(column: pa.Array) -> pa.Array:
+    """The column without its encoding, strings in it as undecoded bytes."""
+    kind = plain_type(column.type, text=pa.binary())
+    # A string's bytes are there as they are; casting imports all of Arrow's compute functions, before the first row.
+    return column.view(kind) if pt.is_string(column.type) else column.cast(kind)
+
+
 def is_list(kind: pa.DataType) -> bool:
     tests = (pt.is_list, pt.is_large_list, pt.is_fixed_size_list, pt.is_list_view, pt.is_large_list_view)
     return any(test(kind) for test in tests)

@@ -11,7 +11,7 @@ import pyarrow.types as pt
 
 from batchspec.config import InputConfig
 from batchspec.errors import RowError
-from batchspec.io.columns import SAMPLING_COLUMNS, plain_type
+from batchspec.io.columns import SAMPLING_COLUMNS, with_text_as_bytes
 from batchspec.io.messages import decode_text, parse_json, parse_messages
 from batchspec.types import Request, RowFailure, SamplingParams
 
@@ -126,8 +126,7 @@ def _values(batch: pa.RecordBatch, name: str) -> list[Any]:
     """The column as Python values: text as undecoded bytes, maps as dicts; a RowError where a value cannot be had."""
     if name not in batch.schema.names:
         return [None] * batch.num_rows
-    column = batch.column(name)
-    column = column.cast(plain_type(column.type, text=pa.binary()))
+    column = with_text_as_bytes(batch.column(name))
     try:
         values: list[Any] = column.to_pylist(maps_as_pydicts="strict")
     except KeyError:  # some row's map holds a key twice
@@ -151,11 +150,10 @@ def text_forms(column: pa.Array) -> list[str | None]:
     """The values, of any type, in their text form; bytes that are not UTF-8 appear as `\\xff`."""
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
-    kind = plain_type(column.type, text=pa.binary())
-    column = column.cast(kind)
-    if pt.is_fixed_size_binary(kind):
+    column = with_text_as_bytes(column)
+    if pt.is_fixed_size_binary(column.type):
         return [None if value is None else value.hex() for value in column.to_pylist()]
-    if not pt.is_binary(kind):
+    if not pt.is_binary(column.type):
         try:
             column = column.cast(pa.string()).cast(pa.binary())
         except pa.ArrowNotImplementedError:  # nested types

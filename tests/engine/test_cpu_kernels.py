@@ -41,7 +41,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 def packed_linear(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[PackedLinear, torch.nn.Linear]:
     torch.manual_seed(0)
     plain = torch.nn.Linear(in_features, out_features, dtype=dtype).requires_grad_(False)
-    return PackedLinear(plain.weight, plain.bias), plain
+    return PackedLinear([plain.weight], plain.bias), plain
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -50,6 +50,25 @@ def test_a_packed_linear_is_the_linear(out_features: int, in_features: int, dtyp
     packed, plain = packed_linear(out_features, in_features, dtype)
     x = torch.randn(2, 29, in_features, dtype=dtype)
     assert relative_error(packed(x), copy.deepcopy(plain).double()(x.double())) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(64, 32, 32), (32, 7), (48, 16, 16), (1, 2, 3)])
+def test_linears_that_are_joined_answer_one_after_the_other(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(size, 34, dtype=dtype) for size in sizes]
+    x = torch.randn(5, 34, dtype=dtype)
+    apart = torch.cat([PackedLinear([weight], None)(x) for weight in weights], dim=1)
+    assert torch.equal(PackedLinear(weights, None)(x), apart)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linears_that_are_interleaved_take_turns_of_half_a_panel(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate, up = (torch.randn(48, 34, dtype=dtype) for _ in range(2))
+    x = torch.randn(5, 34, dtype=dtype)
+    turns = [PackedLinear([weight[start : start + 16]], None)(x) for start in (0, 16, 32) for weight in (gate, up)]
+    assert torch.equal(PackedLinear([gate, up], None, interleaved=True)(x), torch.cat(turns, dim=1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

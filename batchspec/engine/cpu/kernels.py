@@ -72,14 +72,27 @@ class CLayer(ctypes.Structure):
     )
 
 
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] -> int32 [panels, words of a row, 32]: 32 outputs side by side, a word is 2 bf16 or 1 fp32 inputs."""
-    missing = -weight.shape[0] % PANEL_COLUMNS
-    if missing:
-        weight = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
-    words = weight.contiguous().view(torch.int32)
-    panels = words.view(-1, PANEL_COLUMNS, words.shape[1]).transpose(1, 2)
-    return memory.zeros(tuple(panels.shape), torch.int32).copy_(panels)
+def pack_weights(weights: Sequence[torch.Tensor], interleaved: bool = False) -> torch.Tensor:
+    """Weights [out, in] of one input -> int32 [panels, words of a row, 32]: 32 outputs side by side, a word is 2 bf16
+    or 1 fp32 inputs. Outputs of one weight follow those of another or, `interleaved`, a panel has as many of each."""
+    parts = [weight.contiguous().view(torch.int32) for weight in weights]
+    if not interleaved and any(len(part) % PANEL_COLUMNS for part in parts[:-1]):
+        parts = [torch.cat(parts)]
+    num_words = parts[0].shape[1]
+    panels = memory.zeros((-(-sum(map(len, parts)) // PANEL_COLUMNS), num_words, PANEL_COLUMNS), torch.int32)
+    if interleaved:
+        for columns, part in zip(panels.chunk(len(parts), dim=2), parts, strict=True):
+            columns.copy_(part.view(len(panels), -1, num_words).transpose(1, 2))
+        return panels
+    first = 0
+    for part in parts:
+        num_whole = len(part) // PANEL_COLUMNS
+        whole, rest = part[: num_whole * PANEL_COLUMNS], part[num_whole * PANEL_COLUMNS :]
+        panels[first : first + num_whole].copy_(whole.view(num_whole, PANEL_COLUMNS, num_words).transpose(1, 2))
+        first += num_whole
+        if len(rest):  # the last panel, whose other outputs stay zero
+            panels[first, :, : len(rest)].copy_(rest.T)
+    return panels
 
 
 def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -30,12 +30,12 @@ _CHECK_ROWS = (9, 14)
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear with packed weights."""
+    """nn.Linear with packed weights, several joined as `kernels.pack_weights` does it."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, interleaved: bool = False) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.panels = _frozen(kernels.pack_weight(weight))
+        self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
+        self.panels = _frozen(kernels.pack_weights(weights, interleaved))
         packed_bias = kernels.pack_bias(bias)
         self.bias = None if packed_bias is None else _frozen(packed_bias)
         self.c = kernels.c_linear(self.in_features, self.out_features, self.panels, self.bias)
@@ -51,10 +51,10 @@ class FusedLayer(nn.Module):
         super().__init__()
         attn, mlp = layer.self_attn, layer.mlp
         self.layer_idx: int = attn.layer_idx
-        self.qkv = _join([attn.q_proj, attn.k_proj, attn.v_proj], interleave=0)
-        self.output = _join([attn.o_proj], interleave=0)
-        self.gate_up = _join([mlp.gate_proj, mlp.up_proj], interleave=kernels.PANEL_COLUMNS // 2)
-        self.down = _join([mlp.down_proj], interleave=0)
+        self.qkv = _join([attn.q_proj, attn.k_proj, attn.v_proj])
+        self.output = _join([attn.o_proj])
+        self.gate_up = _join([mlp.gate_proj, mlp.up_proj], interleaved=True)
+        self.down = _join([mlp.down_proj])
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)]
         self.norm_weights = nn.ParameterList([norm.weight for norm in norms if norm is not None])
@@ -103,7 +103,7 @@ def prepare_model(module: Any, layers: tuple[LayerShape, ...], checked: bool = F
     refused = _fuse_layers(module, layers, checked)
     for name, child in list(module.named_modules()):
         if type(child) is nn.Linear and child.in_features % 2 == 0:
-            module.set_submodule(name, PackedLinear(child.weight, child.bias))
+            module.set_submodule(name, PackedLinear([child.weight], child.bias))
     return refused
 
 
@@ -231,21 +231,18 @@ def _eps(norm: Any) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _join(linears: list[Any], interleave: int) -> PackedLinear:
-    """One linear for several of the same input: outputs one after the other, or in turns of `interleave` outputs."""
-
-    def join(parts: list[torch.Tensor]) -> torch.Tensor:
-        if not interleave:
-            return torch.cat(parts)
-        return torch.stack([part.view(-1, interleave, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
-
-    biases = [linear.bias for linear in linears]
-    if any(bias is not None for bias in biases):
+def _join(linears: list[Any], interleaved: bool = False) -> PackedLinear:
+    """One linear for several of the same input."""
+    bias = None
+    if any(linear.bias is not None for linear in linears):
         biases = [
             linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
         ]
-        return PackedLinear(join([linear.weight for linear in linears]), join(biases))
-    return PackedLinear(join([linear.weight for linear in linears]), None)
+        if interleaved:
+            num_columns = kernels.PANEL_COLUMNS // len(biases)
+            biases = [torch.stack([part.view(-1, num_columns) for part in biases], dim=1).flatten()]
+        bias = torch.cat(biases)
+    return PackedLinear([linear.weight for linear in linears], bias, interleaved)
 
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
