@@ -23,6 +23,9 @@ class SelectiveEngine(Protocol):
 def import_engine(engine: str) -> None:
     """Import what loading this engine will need, ahead of time. vLLM itself is not: it reads settings as it is."""
     if engine == "torch":
+        from batchspec.engine.transformers_import import import_transformers
+
+        import_transformers()
         from batchspec.engine import load  # noqa: F401
     elif engine == "vllm":
         from batchspec.engine import vllm_load  # noqa: F401
