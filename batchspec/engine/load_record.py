@@ -1,6 +1,6 @@
-"""That models passed the checks and the probe is kept in the user's cache, so that a job need not wait for them again.
+"""What checks and probe found of a model is kept in the user's cache, so that a job need not wait for them again.
 
-It holds for what decides the bits of a number on a CPU: the models, the kind of processor and its cores, the kernels,
+It holds for what decides the bits of a number on a CPU: the model, the kind of processor and its cores, the kernels,
 the threads, the libraries, this engine's own code, and the settings of numeric libraries. Where any of it differs, and
 on GPUs (drivers and libraries choose their kernels there), models are checked and probed.
 """
@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ import torch
 import transformers
 
 import batchspec
-from batchspec.config import EngineConfig, cache_dir
+from batchspec.config import cache_dir
 from batchspec.engine.cpu import build
-from batchspec.engine.model_files import model_identity
+from batchspec.engine.model_files import model_identity, stored_dtype
 from batchspec.errors import UsageError
 from batchspec.system import num_cores, write_whole
 
@@ -37,55 +38,59 @@ _NUMERIC_SETTINGS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What checks and probe found of a model. `refused_layers` are those whose fused form answers otherwise than they
+    do; it is `batch_invariant` where the probe found nothing that makes a row depend on its batch."""
+
+    refused_layers: tuple[str, ...]
+    batch_invariant: bool
+
+
 class LoadRecord:
-    """Whether the models of a configuration, loaded here, passed before. Made once torch has its threads."""
+    """What is known of a model as it is loaded here, and kept for the next time. Made once torch has its threads.
 
-    def __init__(self, config: EngineConfig, device: str) -> None:
+    `known` is None where nothing is, or where it is to be found `again`.
+    """
+
+    def __init__(self, path: Path, dtype: str, device: str, again: bool = False) -> None:
         self._path: Path | None = None
-        if device != "cpu" or (config.draft_device or device) != "cpu":
-            return
-        with suppress(UsageError, OSError):  # this user has no cache, or there is no such model: loading says so
-            self._facts = _facts(config)
-            key = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
-            self._path = cache_dir() / "checked" / f"{key[:24]}.json"
+        # an adapter's base model lies elsewhere
+        if device == "cpu" and not (path / "adapter_config.json").exists():
+            with suppress(UsageError, OSError, ValueError):  # no cache, or no such model: loading says so
+                self._facts = _facts(path, dtype)
+                key = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
+                self._path = cache_dir() / "checked" / f"{key[:24]}.json"
+        self.known = None if again else self._read()
 
-    def passed(self) -> bool:
-        """Whether they have passed all of it."""
-        if self._path is None:
-            return False
-        try:
-            passed_at = json.loads(self._path.read_text(encoding="utf-8"))["passed_at"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-        logger.info("checked and probed %s (%s; --require-exact does it again)", passed_at, self._path)
-        return True
-
-    def keep(self) -> None:
-        """They passed."""
-        if self._path is None:
+    def keep(self, findings: Findings) -> None:
+        if self._path is None or findings == self.known:
             return
-        record = {"passed_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "holds_for": self._facts}
+        found_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            record = {"found_at": found_at, **asdict(findings), "holds_for": self._facts}
             write_whole(self._path, json.dumps(record, indent=2) + "\n")
         except OSError as error:
-            logger.info("that the models passed their checks cannot be kept: %s", error)
+            logger.info("what was found of the model cannot be kept: %s", error)
 
-    def take_back(self) -> None:
-        """Whatever is known of them is to be found again."""
-        if self._path is not None:
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+    def _read(self) -> Findings | None:
+        if self._path is None:
+            return None
+        try:
+            record = json.loads(self._path.read_text(encoding="utf-8"))
+            known = Findings(tuple(record["refused_layers"]), record["batch_invariant"] is True)
+            logger.info("checked %s (%s; --require-exact checks again)", record["found_at"], self._path)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return known
 
 
-def _facts(config: EngineConfig) -> dict[str, Any]:
-    models = [config.model, *filter(None, [config.draft_model])]
+def _facts(path: Path, dtype: str) -> dict[str, Any]:
     settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_NUMERIC_SETTINGS)}
     return {
-        "models": [model_identity(Path(model)) for model in models],
-        "dtype": config.dtype,
-        # under the rejection rule a draft has a part in the text, and is probed
-        "acceptance_rule": config.acceptance_rule if config.draft_model else None,
+        "model": model_identity(path),
+        "dtype": stored_dtype(path) if dtype == "auto" else dtype,
         "processor": build.processor(),
         "kernels": _kernels(),
         "threads": torch.get_num_threads(),
@@ -93,6 +98,7 @@ def _facts(config: EngineConfig) -> dict[str, Any]:
         "versions": {
             "batchspec": batchspec.__version__,
             "torch": f"{torch.__version__} {torch.version.git_version}",
+            "torch_build": torch.__config__.show(),
             "transformers": transformers.__version__,
             "numpy": np.__version__,
         },
@@ -105,8 +111,8 @@ def _facts(config: EngineConfig) -> dict[str, Any]:
 def _kernels() -> str:
     try:
         return build.loaded_name()
-    except build.KernelsUnavailableError as error:
-        return str(error)
+    except build.KernelsUnavailableError:
+        return "unavailable"
 
 
 @cache

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from batchspec.engine import attention
 from batchspec.engine.kv_cache import KVCache, LayerShape
 from batchspec.engine.packed import Segment, forward_packed, pack
-from batchspec.errors import BatchspecError, UnsupportedModelError, UsageError
+from batchspec.errors import BatchspecError, MissingDependencyError, UnsupportedModelError, UsageError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -52,9 +52,11 @@ class PackedModel:
         return logits
 
 
-def load_model(path: Path, dtype: str, device: torch.device, checked: bool = False) -> PackedModel:
-    """Load, refuse what cannot be reproduced exactly, and check a packed forward against the model's own, unless this
-    has been `checked` before and no layer was refused.
+def load_model(
+    path: Path, dtype: str, device: torch.device, refused_layers: tuple[str, ...] | None = None
+) -> PackedModel:
+    """Load, refuse what cannot be reproduced exactly, and check a packed forward against the model's own, unless that
+    was done before and `refused_layers` was found.
 
     `dtype` "auto" takes the dtype that the checkpoint declares (float32 where it declares none).
     Raises UsageError (no such model, unknown dtype) and UnsupportedModelError (names the reason).
@@ -70,22 +72,27 @@ def load_model(path: Path, dtype: str, device: torch.device, checked: bool = Fal
     chosen = choose_dtype(config, dtype)
     try:
         module = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation="eager")
+    except ImportError as error:  # for weights that are stored quantized
+        missing = "; pip install 'batchspec[quantized]' brings accelerate" if "accelerate" in str(error) else ""
+        raise MissingDependencyError(f"{path}: {error}{missing}") from None
     except ValueError as error:
         raise UnsupportedModelError(f"{path}: {error}") from None
     except OSError as error:
         raise BatchspecError(f"{path}: weights cannot be read: {error}") from error
-    return wrap_model(str(path), module.to(device), checked)
+    return wrap_model(str(path), module.to(device), refused_layers)
 
 
-def wrap_model(name: str, module: Any, checked: bool = False) -> PackedModel:
-    """Check a loaded `transformers` causal LM, unless it has been, and make it serve packed forwards. Changes its
-    attention in place."""
+def wrap_model(name: str, module: Any, refused_layers: tuple[str, ...] | None = None) -> PackedModel:
+    """Make a loaded `transformers` causal LM serve packed forwards, in place, and check it; see load_model."""
     from batchspec.engine import checks
 
     attention.register()
     checks.refuse_unsupported_config(module.config)
     module.eval().requires_grad_(False)
-    layers, refused = (checks.prepare_unchecked(module), ()) if checked else checks.prepare_and_check(module)
+    if refused_layers is None:
+        layers, refused_layers = checks.prepare_and_check(module)
+    else:
+        layers = checks.prepare(module, refused_layers)
     text_config = module.config.get_text_config()
     return PackedModel(
         name=name,
@@ -95,7 +102,7 @@ def wrap_model(name: str, module: Any, checked: bool = False) -> PackedModel:
         layers=layers,
         context_tokens=text_config.max_position_embeddings,
         vocab_size=module.get_output_embeddings().out_features,
-        refused_layers=refused,
+        refused_layers=refused_layers,
     )
 
 

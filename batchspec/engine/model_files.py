@@ -11,7 +11,7 @@ from typing import Any
 WHOLLY_HASHED_BYTES = 64 * 2**20
 SAMPLE_BYTES = 64 * 2**10
 NUM_SAMPLES = 256
-WEIGHT_ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+WEIGHT_ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".index.json")
 TOKENIZER_NAMES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece")
 TEMPLATE_NAMES = ("chat_template",)
 

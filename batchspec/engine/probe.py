@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -31,17 +29,9 @@ _MATE_ROWS = 4
 _PROMPT_TOKENS = 270
 
 
-def probe_engine(models: Sequence[PackedModel], sampler: Sampler) -> str | None:
-    """None where nothing that was tried changed the bits of a row, else what did.
-
-    Tried: the forward of the target, the first of `models`; the choice of tokens; and the forward of the draft, the
-    second, where one has a part in the text.
-    """
-    difference = probe_batch_invariance(models[0]) or probe_sampling(sampler, models[0])
-    if difference is None and len(models) > 1:
-        of_draft = probe_batch_invariance(models[1])
-        difference = f"the draft model: {of_draft}" if of_draft else None
-    return difference
+def probe_engine(model: PackedModel, sampler: Sampler) -> str | None:
+    """None where nothing that was tried (forwards, choices of tokens) changed the bits of a row, else what did."""
+    return probe_batch_invariance(model) or probe_sampling(sampler, model)
 
 
 def probe_sampling(sampler: Sampler, model: PackedModel, num_rows: int = 64) -> str | None:

@@ -53,7 +53,7 @@ HELP = {
     "prefill_chunk_tokens": "Prompt tokens taken in at once, and the grain at which rows share prefixes.",
     "no_shared_prefixes": "Compute every prompt anew, also where rows begin with the same tokens.",
     "acceptance_rule": "How sampled drafts are accepted: coupled or rejection.",
-    "require_exact": "Probe at every start, and refuse to run where results depend on the batch.",
+    "require_exact": "Check and probe the model anew, and refuse to run where results depend on the batch.",
     "neutralize_special_tokens": "Read control tokens spelled out in a prompt as plain text.",
     "tensor_parallel_size": "GPUs that one worker's model is split over (vllm).",
     "vllm_arg": "A further argument of vLLM, name=value; may be repeated, such as max_model_len=8192.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 def packed_linear(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[PackedLinear, torch.nn.Linear]:
     torch.manual_seed(0)
     plain = torch.nn.Linear(in_features, out_features, dtype=dtype).requires_grad_(False)
-    return PackedLinear([plain.weight], plain.bias), plain
+    return PackedLinear(plain), plain
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -52,23 +53,27 @@ def test_a_packed_linear_is_the_linear(out_features: int, in_features: int, dtyp
     assert relative_error(packed(x), copy.deepcopy(plain).double()(x.double())) < TOLERANCE[dtype]
 
 
+def linears(sizes: Sequence[int], dtype: torch.dtype) -> list[torch.nn.Linear]:
+    """Of 34 inputs, every other one with a bias."""
+    torch.manual_seed(0)
+    made = [torch.nn.Linear(34, size, bias=index % 2 == 1, dtype=dtype) for index, size in enumerate(sizes)]
+    return [linear.requires_grad_(False) for linear in made]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(64, 32, 32), (32, 7), (48, 16, 16), (1, 2, 3)])
 def test_linears_that_are_joined_answer_one_after_the_other(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    weights = [torch.randn(size, 34, dtype=dtype) for size in sizes]
+    parts = linears(sizes, dtype)
     x = torch.randn(5, 34, dtype=dtype)
-    apart = torch.cat([PackedLinear([weight], None)(x) for weight in weights], dim=1)
-    assert torch.equal(PackedLinear(weights, None)(x), apart)
+    assert torch.equal(PackedLinear(*parts)(x), torch.cat([PackedLinear(part)(x) for part in parts], dim=1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linears_that_are_interleaved_take_turns_of_half_a_panel(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    gate, up = (torch.randn(48, 34, dtype=dtype) for _ in range(2))
+    parts = linears((48, 48), dtype)
     x = torch.randn(5, 34, dtype=dtype)
-    turns = [PackedLinear([weight[start : start + 16]], None)(x) for start in (0, 16, 32) for weight in (gate, up)]
-    assert torch.equal(PackedLinear([gate, up], None, interleaved=True)(x), torch.cat(turns, dim=1))
+    apart = [PackedLinear(part)(x).view(5, 3, 16) for part in parts]
+    assert torch.equal(PackedLinear(*parts, interleaved=True)(x), torch.stack(apart, dim=2).flatten(1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,8 +1,8 @@
-"""That models passed their checks and the probe is kept where they did, and holds for nothing else."""
+"""What checks and probe found of a model is kept, and holds for nothing else."""
 
+import copy
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,14 @@ from batchspec.accounting.cost import StepAttributionRule
 from batchspec.config import EngineConfig
 from batchspec.engine import checks, load, load_record
 from batchspec.engine.cpu import modules
-from batchspec.engine.load_record import LoadRecord
-from batchspec.errors import UsageError
+from batchspec.engine.load_record import Findings, LoadRecord
+from batchspec.engine.model import PackedModel, wrap_model
+from batchspec.engine.packed import Segment
+from batchspec.errors import MissingDependencyError, UsageError
+from tests.engine.tiny import ARCHITECTURES, build_module
 from tests.tiny_jobs import save_tiny_model
+
+FOUND = Findings(("model.layers.1",), batch_invariant=True)
 
 
 @pytest.fixture(autouse=True)
@@ -25,133 +30,138 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> EngineConfig:
-    model = save_tiny_model(tmp_path / "model", head_dim=16)  # which the kernels serve
-    return EngineConfig(model=str(model), max_batch=4, kv_memory_bytes=2**22)
+def model(tmp_path: Path) -> Path:
+    return save_tiny_model(tmp_path / "model", head_dim=16)  # which the kernels serve
 
 
-def test_what_passed_is_known_from_then_on(config: EngineConfig, cache: Path) -> None:
-    assert not LoadRecord(config, "cpu").passed()
-    LoadRecord(config, "cpu").keep()
-    assert LoadRecord(config, "cpu").passed()
+@pytest.mark.parametrize("found", [FOUND, Findings((), batch_invariant=False)])
+def test_what_was_found_is_known_from_then_on(model: Path, cache: Path, found: Findings) -> None:
+    assert LoadRecord(model, "auto", "cpu").known is None
+    LoadRecord(model, "auto", "cpu").keep(found)
+    assert LoadRecord(model, "auto", "cpu").known == found
+    assert LoadRecord(model, "float32", "cpu").known == found  # as it is stored
     (kept,) = (cache / "checked").iterdir()
     assert json.loads(kept.read_text())["holds_for"]["threads"] == torch.get_num_threads()
 
 
-def test_it_can_be_taken_back(config: EngineConfig, cache: Path) -> None:
-    record = LoadRecord(config, "cpu")
-    record.take_back()
-    record.keep()
-    record.take_back()
-    assert not LoadRecord(config, "cpu").passed()
-    assert not list((cache / "checked").iterdir())
+def test_what_is_found_again_takes_the_place_of_what_was_known(model: Path) -> None:
+    LoadRecord(model, "auto", "cpu").keep(FOUND)
+    record = LoadRecord(model, "auto", "cpu", again=True)
+    assert record.known is None
+    record.keep(Findings((), batch_invariant=False))
+    assert LoadRecord(model, "auto", "cpu").known == Findings((), batch_invariant=False)
 
 
-Change = Callable[[EngineConfig, pytest.MonkeyPatch], EngineConfig]
+Change = Callable[[Path, pytest.MonkeyPatch], object]
 
 
-def other_threads(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+def other_threads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    return config
 
 
-def other_setting(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+def other_setting(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKL_CBWR", "AVX2")
-    return config
 
 
-def other_library(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+def other_library(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_record.transformers, "__version__", "99")
-    return config
 
 
-def other_kernels(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+def other_kernels(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_record, "_kernels", lambda: "kernels-other.so")
-    return config
 
 
-def other_code(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+def other_code(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_record, "_engine_code", lambda: "other")
-    return config
 
 
-def other_weights(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    weights = Path(config.model) / "model.safetensors"
+def other_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-    return config
 
 
-def other_dtype(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    return replace(config, dtype="bfloat16")
+def other_index(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model / "model.safetensors.index.json").write_text("{}")
 
 
-def a_draft(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    return replace(config, draft_model=config.model)
+def other_config(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+
+
+def an_adapter(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model / "adapter_config.json").write_text("{}")
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [other_threads, other_setting, other_library, other_kernels, other_code, other_weights, other_dtype, a_draft],
+    "change",
+    [
+        other_threads,
+        other_setting,
+        other_library,
+        other_kernels,
+        other_code,
+        other_weights,
+        other_index,
+        other_config,
+        an_adapter,
+    ],
 )
-def test_it_holds_for_what_passed_alone(config: EngineConfig, monkeypatch: pytest.MonkeyPatch, changed: Change) -> None:
-    LoadRecord(config, "cpu").keep()
-    assert not LoadRecord(changed(config, monkeypatch), "cpu").passed()
+def test_it_holds_for_what_was_looked_at_alone(model: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    LoadRecord(model, "auto", "cpu").keep(FOUND)
+    change(model, monkeypatch)
+    assert LoadRecord(model, "auto", "cpu").known is None
 
 
-def test_a_draft_that_takes_part_in_the_text_has_to_pass_more(config: EngineConfig) -> None:
-    coupled = replace(config, draft_model=config.model)
-    LoadRecord(coupled, "cpu").keep()
-    assert LoadRecord(coupled, "cpu").passed()
-    assert not LoadRecord(replace(coupled, acceptance_rule="rejection"), "cpu").passed()
+def test_it_holds_for_one_dtype(model: Path) -> None:
+    LoadRecord(model, "auto", "cpu").keep(FOUND)
+    assert LoadRecord(model, "bfloat16", "cpu").known is None
 
 
-@pytest.mark.parametrize(("device", "draft_device"), [("cuda:0", None), ("cpu", "cuda:0")])
-def test_nothing_is_kept_of_a_gpu(config: EngineConfig, cache: Path, device: str, draft_device: str | None) -> None:
-    record = LoadRecord(replace(config, draft_model=config.model, draft_device=draft_device), device)
-    record.keep()
-    assert not record.passed()
+def test_nothing_is_kept_of_a_gpu(model: Path, cache: Path) -> None:
+    LoadRecord(model, "auto", "cuda:0").keep(FOUND)
+    assert LoadRecord(model, "auto", "cuda:0").known is None
     assert not cache.exists()
 
 
-def test_no_setting_is_written_down(config: EngineConfig, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_setting_is_written_down(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_SECRET", "a-secret")
-    LoadRecord(config, "cpu").keep()
+    LoadRecord(model, "auto", "cpu").keep(FOUND)
     (kept,) = (cache / "checked").iterdir()
     assert "a-secret" not in kept.read_text()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", "no json"])
-def test_a_damaged_record_is_none(config: EngineConfig, cache: Path, content: str) -> None:
-    LoadRecord(config, "cpu").keep()
+@pytest.mark.parametrize("content", ["", "[]", "{}", "no json", '{"refused_layers": 1}'])
+def test_a_damaged_record_is_none(model: Path, cache: Path, content: str) -> None:
+    LoadRecord(model, "auto", "cpu").keep(FOUND)
     (kept,) = (cache / "checked").iterdir()
     kept.write_text(content)
-    assert not LoadRecord(config, "cpu").passed()
+    assert LoadRecord(model, "auto", "cpu").known is None
 
 
 def test_where_nothing_can_be_kept_nothing_is_known(
-    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BATCHSPEC_CACHE", str(tmp_path / "file"))
-    record = LoadRecord(config, "cpu")
-    record.keep()
-    assert not record.passed()
-    record.take_back()
+    LoadRecord(model, "auto", "cpu").keep(FOUND)
+    assert LoadRecord(model, "auto", "cpu").known is None
 
 
-def test_a_model_that_is_not_there_is_for_the_loading_to_refuse(config: EngineConfig, tmp_path: Path) -> None:
-    assert not LoadRecord(replace(config, model=str(tmp_path / "none")), "cpu").passed()
+def test_a_model_that_is_not_there_is_for_the_loading_to_refuse(tmp_path: Path) -> None:
+    assert LoadRecord(tmp_path / "none", "auto", "cpu").known is None
 
 
 # the record in use
 
 
 class Loads:
-    """Loads a configuration over and over, and counts what is done; `probe_findings` are the probe's in turn."""
+    """Loads engines of a model, and counts what is done; `probe_findings` are the probe's in turn."""
 
-    def __init__(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._config = config
-        self.num_checks = self.num_probes = 0
+    def __init__(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._model = str(model)
+        self.num_checks = 0
+        self.probed: list[PackedModel] = []
         self.probe_findings: list[str | None] = []
         check = checks.prepare_and_check
 
@@ -159,54 +169,111 @@ class Loads:
             self.num_checks += 1
             return check(module)
 
-        def probe(models: Any, sampler: Any) -> str | None:
-            self.num_probes += 1
+        def probe(model: PackedModel, sampler: Any) -> str | None:
+            self.probed.append(model)
             return self.probe_findings.pop(0) if self.probe_findings else None
 
         monkeypatch.setattr(checks, "prepare_and_check", counted)
         monkeypatch.setattr(load, "probe_engine", probe)
 
-    def __call__(self, **changes: Any) -> load.TorchEngine:
-        return load.load_torch_engine(replace(self._config, **changes), "cpu", 2, 1.0, StepAttributionRule())
+    def __call__(self, **settings: Any) -> load.TorchEngine:
+        config = EngineConfig(model=self._model, max_batch=4, kv_memory_bytes=2**24, **settings)
+        return load.load_torch_engine(config, "cpu", 2, 1.0, StepAttributionRule())
 
 
 @pytest.fixture
-def loads(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Loads:
-    return Loads(config, monkeypatch)
+def loads(model: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
+    return Loads(model, monkeypatch)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_second_engine_is_made_without_checks_as_the_first_was_with_them(loads: Loads, dtype: str) -> None:
-    engines = [loads(dtype=dtype) for _ in range(2)]
-    assert (loads.num_checks, loads.num_probes) == (1, 1)
-    assert [engine.info.batch_invariant for engine in engines] == [True, True]
-    first, second = (engine.parts.model for engine in engines)
-    assert first.layers == second.layers
-    names = [[(name, type(module)) for name, module in model.module.named_modules()] for model in (first, second)]
-    assert names[0] == names[1]
-    assert any(kind is modules.FusedLayers for _, kind in names[1])
-    weights = [dict(model.module.named_parameters()) for model in (first, second)]
-    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+def test_a_second_engine_is_neither_checked_nor_probed(loads: Loads) -> None:
+    assert [loads().info.batch_invariant for _ in range(2)] == [True, True]
+    assert (loads.num_checks, len(loads.probed)) == (1, 1)
 
 
 def test_that_results_depend_on_the_batch_is_found_every_time(loads: Loads) -> None:
     loads.probe_findings = ["a step of 7 rows"] * 2
     assert [loads().info.batch_invariant for _ in range(2)] == [False, False]
-    assert loads.num_checks == 2
+    assert (loads.num_checks, len(loads.probed)) == (1, 2)
 
 
-def test_layers_that_are_refused_are_refused_every_time(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modules, "_adds_the_same", lambda *_: False)
-    refused = [loads(dtype="bfloat16").parts.model.refused_layers for _ in range(2)]
-    assert refused[0] == refused[1] != ()
-    assert loads.num_checks == 2
+def test_layers_that_are_refused_stay_refused(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True, False, True])
+    monkeypatch.setattr(modules, "_adds_the_same", lambda *_: next(answers))
+    models = [loads(dtype="bfloat16").parts.model for _ in range(2)]
+    assert loads.num_checks == 1
+    assert [model.refused_layers for model in models] == [("model.layers.1",)] * 2
+    kinds = [[type(layer) for layer in model.module.model.layers] for model in models]
+    assert kinds[0] == kinds[1]
+    assert kinds[0][1] is not modules.FusedLayers
 
 
-def test_require_exact_checks_again_and_takes_back_what_no_longer_holds(loads: Loads) -> None:
+def test_a_draft_has_a_record_of_its_own(loads: Loads, model: Path, tmp_path: Path) -> None:
+    loads()
+    draft = str(save_tiny_model(tmp_path / "draft", num_hidden_layers=2))
+    loads(draft_model=draft)
+    loads(draft_model=draft)
+    assert (loads.num_checks, len(loads.probed)) == (2, 1)
+
+
+def test_a_draft_that_takes_part_in_the_text_is_probed(loads: Loads, tmp_path: Path) -> None:
+    draft = str(save_tiny_model(tmp_path / "draft", num_hidden_layers=2))
+    loads(draft_model=draft)
+    loads.probe_findings = ["a step of 7 rows"]
+    notes = loads(draft_model=draft, acceptance_rule="rejection").info.notes
+    assert [model.name for model in loads.probed[1:]] == [draft]
+    assert "batch_invariant is false: the draft model: a step of 7 rows changed the bits of a row" in notes
+
+
+def test_require_exact_checks_again_and_corrects_what_no_longer_holds(loads: Loads) -> None:
     loads()
     loads.probe_findings = ["a step of 7 rows"]
     with pytest.raises(UsageError, match="depend on its batch"):
         loads(require_exact=True)
-    assert (loads.num_checks, loads.num_probes) == (2, 2)
+    assert (loads.num_checks, len(loads.probed)) == (2, 2)
     loads()
-    assert (loads.num_checks, loads.num_probes) == (3, 3)
+    assert (loads.num_checks, len(loads.probed)) == (2, 3)
+
+
+def test_require_exact_checks_again_where_the_record_cannot_be_corrected(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads()
+
+    def read_only(*_: Any) -> None:
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr(load_record, "write_whole", read_only)
+    loads.probe_findings = ["a step of 7 rows"]
+    with pytest.raises(UsageError, match="depend on its batch"):
+        loads(require_exact=True)
+    assert (loads.num_checks, len(loads.probed)) == (2, 2)
+
+
+def logits(model: PackedModel) -> torch.Tensor:
+    kv = model.new_cache(8, 2)
+    segments = []
+    for length in (40, 7):
+        slot = kv.acquire_slot()
+        kv.reserve(slot, length)
+        segments.append(Segment(slot, list(range(1, 1 + length)), 0, True, range(length)))
+    return model.forward(segments, kv)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_is_made_without_checks_answers_bit_for_bit_as_what_was_checked(name: str, dtype: torch.dtype) -> None:
+    module = build_module(name, dtype=dtype, head_dim=16)
+    checked = wrap_model(name, copy.deepcopy(module))
+    unchecked = wrap_model(name, module, checked.refused_layers)
+    assert checked.layers == unchecked.layers
+    kinds = [[(name, type(part)) for name, part in each.module.named_modules()] for each in (checked, unchecked)]
+    assert kinds[0] == kinds[1]
+    assert torch.equal(logits(checked), logits(unchecked))
+
+
+def test_weights_that_transformers_reads_with_another_package_say_so(loads: Loads, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(MissingDependencyError, match=r"pip install 'batchspec\[quantized\]'"):
+        loads()

@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class CLinear(ctypes.Structure):
-    """`panels` are the weights of `pack_weight`; `bias` is fp32 and rounded up to whole panels, or null."""
+    """`panels` are the weights of `pack_weights`; `bias` is fp32 and rounded up to whole panels, or null."""
 
     _fields_ = (("in_features", c_int64), ("num_columns", c_int64), ("panels", c_void_p), ("bias", c_void_p))
 
@@ -74,7 +74,8 @@ class CLayer(ctypes.Structure):
 
 def pack_weights(weights: Sequence[torch.Tensor], interleaved: bool = False) -> torch.Tensor:
     """Weights [out, in] of one input -> int32 [panels, words of a row, 32]: 32 outputs side by side, a word is 2 bf16
-    or 1 fp32 inputs. Outputs of one weight follow those of another or, `interleaved`, a panel has as many of each."""
+    or 1 fp32 inputs. Outputs of one weight follow those of another or, `interleaved`, a panel has as many of each: then
+    weights are equal in size, their number divides 32, and a panel's share divides theirs."""
     parts = [weight.contiguous().view(torch.int32) for weight in weights]
     if not interleaved and any(len(part) % PANEL_COLUMNS for part in parts[:-1]):
         parts = [torch.cat(parts)]
@@ -95,10 +96,13 @@ def pack_weights(weights: Sequence[torch.Tensor], interleaved: bool = False) -> 
     return panels
 
 
-def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
-    if bias is None:
-        return None
-    return torch.nn.functional.pad(bias.float(), (0, -bias.shape[0] % PANEL_COLUMNS)).contiguous()
+def pack_biases(biases: Sequence[torch.Tensor], interleaved: bool = False) -> torch.Tensor:
+    """Biases [out] -> float32, in the order of `pack_weights`."""
+    if interleaved:
+        turns = [bias.view(-1, PANEL_COLUMNS // len(biases)) for bias in biases]
+        biases = [torch.stack(turns, dim=1).flatten()]
+    joined = torch.cat(list(biases)).float()
+    return torch.nn.functional.pad(joined, (0, -len(joined) % PANEL_COLUMNS))
 
 
 def c_linear(in_features: int, num_columns: int, panels: torch.Tensor, bias: torch.Tensor | None) -> CLinear:

@@ -7,7 +7,7 @@ linears packed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,14 +30,17 @@ _CHECK_ROWS = (9, 14)
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear with packed weights, several joined as `kernels.pack_weights` does it."""
+    """One nn.Linear, or several of the same input joined, with weights as `kernels.pack_weights` lays them out."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, interleaved: bool = False) -> None:
+    def __init__(self, *linears: Any, interleaved: bool = False) -> None:
         super().__init__()
-        self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
-        self.panels = _frozen(kernels.pack_weights(weights, interleaved))
-        packed_bias = kernels.pack_bias(bias)
-        self.bias = None if packed_bias is None else _frozen(packed_bias)
+        self.out_features, self.in_features = sum(each.out_features for each in linears), linears[0].in_features
+        self.panels = _frozen(kernels.pack_weights([each.weight for each in linears], interleaved))
+        self.bias = None
+        if any(each.bias is not None for each in linears):
+            zeros = [each.weight.new_zeros(each.out_features) for each in linears]
+            biases = [zero if each.bias is None else each.bias for each, zero in zip(linears, zeros, strict=True)]
+            self.bias = _frozen(kernels.pack_biases(biases, interleaved))
         self.c = kernels.c_linear(self.in_features, self.out_features, self.panels, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,10 +54,10 @@ class FusedLayer(nn.Module):
         super().__init__()
         attn, mlp = layer.self_attn, layer.mlp
         self.layer_idx: int = attn.layer_idx
-        self.qkv = _join([attn.q_proj, attn.k_proj, attn.v_proj])
-        self.output = _join([attn.o_proj])
-        self.gate_up = _join([mlp.gate_proj, mlp.up_proj], interleaved=True)
-        self.down = _join([mlp.down_proj])
+        self.qkv = PackedLinear(attn.q_proj, attn.k_proj, attn.v_proj)
+        self.output = PackedLinear(attn.o_proj)
+        self.gate_up = PackedLinear(mlp.gate_proj, mlp.up_proj, interleaved=True)
+        self.down = PackedLinear(mlp.down_proj)
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)]
         self.norm_weights = nn.ParameterList([norm.weight for norm in norms if norm is not None])
@@ -91,26 +94,28 @@ class FusedLayers(nn.Module):
         return kernels.decoder_layers(self.c, batchspec_step, self.first_index, hidden_states, *position_embeddings)
 
 
-def prepare_model(module: Any, layers: tuple[LayerShape, ...], checked: bool = False) -> tuple[str, ...]:
-    """Pack and fuse a causal LM in place, its attention already ours; returns the names of layers that are not fused
-    because their fused form answers otherwise, which nobody looks at where the model has been `checked` before.
+def prepare_model(
+    module: Any, layers: tuple[LayerShape, ...], refused: Collection[str] | None = None
+) -> tuple[str, ...]:
+    """Pack and fuse a causal LM in place, its attention already ours; returns the names of the layers that are refused:
+    those whose fused form answers otherwise or, without looking, those that are known to be `refused`.
 
     Doing it twice changes nothing. The plain weights are let go, layer by layer. A model that the kernels do not serve
     (another device or dtype, no compiler) stays as it is.
     """
     if module.device.type != "cpu" or module.dtype not in kernels.DTYPES or kernels.unavailable_reason() is not None:
         return ()
-    refused = _fuse_layers(module, layers, checked)
+    found = _fuse_layers(module, layers, refused)
     for name, child in list(module.named_modules()):
         if type(child) is nn.Linear and child.in_features % 2 == 0:
-            module.set_submodule(name, PackedLinear([child.weight], child.bias))
-    return refused
+            module.set_submodule(name, PackedLinear(child))
+    return found
 
 
 @torch.inference_mode()
-def _fuse_layers(module: Any, layers: tuple[LayerShape, ...], checked: bool) -> tuple[str, ...]:
-    """Run a small step through the plain layers, and replace those whose fused form answers alike; the names of the
-    others."""
+def _fuse_layers(module: Any, layers: tuple[LayerShape, ...], known: Collection[str] | None) -> tuple[str, ...]:
+    """Run a small step through the plain layers, and replace those that are not refused; the names of the others.
+    Where it is `known` which are refused, the step is run for its settings alone."""
     candidates = [(name, layer) for name, layer in module.named_modules() if _is_fusible(layer)]
     calls: dict[str, tuple[Any, Any, torch.Tensor]] = {}
 
@@ -122,7 +127,7 @@ def _fuse_layers(module: Any, layers: tuple[LayerShape, ...], checked: bool) -> 
 
     hooks = [layer.register_forward_hook(keep(name), with_kwargs=True) for name, layer in candidates]
     try:
-        with ZeroLinears() if checked else plain_products(module):
+        with plain_products(module) if known is None else ZeroLinears():
             settings = _run_recorded(module, _check_step(module, layers))
     finally:
         for hook in hooks:
@@ -134,14 +139,16 @@ def _fuse_layers(module: Any, layers: tuple[LayerShape, ...], checked: bool) -> 
         found = settings[layer.self_attn.layer_idx]
         if found is None or keywords["position_embeddings"][0].shape[-1] != found.head_dim:
             continue
-        fused = FusedLayer(layer, found)
-        alone = FusedLayers([fused])
-        if not checked:
-            got = alone(*arguments, **{**keywords, "batchspec_step": own_step})
-            if not _adds_the_same(got.float(), expected.float(), arguments[0].float(), module.dtype):
-                refused.append(name)
-                continue
-        module.set_submodule(name, alone)
+        fused = FusedLayers([FusedLayer(layer, found)])
+        if known is None:
+            got = fused(*arguments, **{**keywords, "batchspec_step": own_step})
+            is_refused = not _adds_the_same(got.float(), expected.float(), arguments[0].float(), module.dtype)
+        else:
+            is_refused = name in known
+        if is_refused:
+            refused.append(name)
+        else:
+            module.set_submodule(name, fused)
     _join_layers(module)
     return tuple(refused)
 
@@ -229,20 +236,6 @@ def _is_fusible(layer: Any) -> bool:
 
 def _eps(norm: Any) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-
-
-def _join(linears: list[Any], interleaved: bool = False) -> PackedLinear:
-    """One linear for several of the same input."""
-    bias = None
-    if any(linear.bias is not None for linear in linears):
-        biases = [
-            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
-        ]
-        if interleaved:
-            num_columns = kernels.PANEL_COLUMNS // len(biases)
-            biases = [torch.stack([part.view(-1, num_columns) for part in biases], dim=1).flatten()]
-        bias = torch.cat(biases)
-    return PackedLinear([linear.weight for linear in linears], bias, interleaved)
 
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
