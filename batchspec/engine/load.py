@@ -110,7 +110,8 @@ def load_recorded(config: EngineConfig, path: str, device: str) -> tuple[PackedM
     record = LoadRecord(Path(path), config.dtype, device, again=config.require_exact)
     known = record.known
     model = load_model(Path(path), config.dtype, torch.device(device), None if known is None else known.refused_layers)
-    record.keep(known or Findings(model.refused_layers, batch_invariant=False))
+    if known is None:
+        record.keep(Findings(model.refused_layers, batch_invariant=False))
     return model, record
 
 

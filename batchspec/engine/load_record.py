@@ -41,7 +41,8 @@ _NUMERIC_SETTINGS = (
 @dataclass(frozen=True, slots=True)
 class Findings:
     """What checks and probe found of a model. `refused_layers` are those whose fused form answers otherwise than they
-    do; it is `batch_invariant` where the probe found nothing that makes a row depend on its batch."""
+    do; it is `batch_invariant` where the probe found nothing that makes a row depend on its batch, and False where it
+    has not looked yet."""
 
     refused_layers: tuple[str, ...]
     batch_invariant: bool
@@ -55,9 +56,8 @@ class LoadRecord:
 
     def __init__(self, path: Path, dtype: str, device: str, again: bool = False) -> None:
         self._path: Path | None = None
-        # an adapter's base model lies elsewhere
-        if device == "cpu" and not (path / "adapter_config.json").exists():
-            with suppress(UsageError, OSError, ValueError):  # no cache, or no such model: loading says so
+        with suppress(UsageError, OSError, ValueError):  # no cache, or no such model: loading says so
+            if device == "cpu" and _decides_alone(path):
                 self._facts = _facts(path, dtype)
                 key = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
                 self._path = cache_dir() / "checked" / f"{key[:24]}.json"
@@ -84,6 +84,13 @@ class LoadRecord:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return known
+
+
+def _decides_alone(path: Path) -> bool:
+    """Whether a directory's files decide what the weights are. An adapter's base model lies elsewhere, and it takes
+    further libraries to read what is stored quantized."""
+    config = (path / "config.json").read_text(encoding="utf-8")
+    return "quantization_config" not in config and not (path / "adapter_config.json").exists()
 
 
 def _facts(path: Path, dtype: str) -> dict[str, Any]:

@@ -45,9 +45,8 @@ def with_text_as_bytes(column: pa.Array) -> pa.Array:
     kind = plain_type(column.type, text=pa.binary())
     if column.type == kind:
         return column
-    # The bytes of strings are there as they are, and casting imports all of Arrow's compute functions before the first
-    # row.
-    return column.view(kind) if column.type == plain_type(column.type) else column.cast(kind)
+    # A string's bytes are there as they are; casting imports all of Arrow's compute functions before the first row.
+    return column.view(kind) if pt.is_string(column.type) else column.cast(kind)
 
 
 def is_list(kind: pa.DataType) -> bool:

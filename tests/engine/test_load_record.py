@@ -12,6 +12,7 @@ import torch
 from batchspec.accounting.cost import StepAttributionRule
 from batchspec.config import EngineConfig
 from batchspec.engine import checks, load, load_record
+from batchspec.engine import model as model_module
 from batchspec.engine.cpu import modules
 from batchspec.engine.load_record import Findings, LoadRecord
 from batchspec.engine.model import PackedModel, wrap_model
@@ -89,6 +90,11 @@ def other_config(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
 
 
+def quantized_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))
+
+
 def an_adapter(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (model / "adapter_config.json").write_text("{}")
 
@@ -104,6 +110,7 @@ def an_adapter(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         other_weights,
         other_index,
         other_config,
+        quantized_weights,
         an_adapter,
     ],
 )
@@ -272,8 +279,19 @@ def test_what_is_made_without_checks_answers_bit_for_bit_as_what_was_checked(nam
     assert torch.equal(logits(checked), logits(unchecked))
 
 
-def test_weights_that_transformers_reads_with_another_package_say_so(loads: Loads, model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(MissingDependencyError, match=r"pip install 'batchspec\[quantized\]'"):
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("FP8 requires accelerate", r"FP8 requires accelerate; pip install 'batchspec\[quantized\]' brings"),
+        ("AWQ requires gptqmodel: pip install gptqmodel", "pip install gptqmodel$"),
+    ],
+)
+def test_weights_that_another_package_has_to_read_say_so(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch, said: str, expected: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ImportError(said)
+
+    monkeypatch.setattr(model_module.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(MissingDependencyError, match=expected):
         loads()

@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_tables import error_types, parse, unchecked_strings
 
+from batchspec.config import InputConfig
+from batchspec.io.columns import with_text_as_bytes
+from batchspec.io.parser import RowParser
 from batchspec.types import Request, RowFailure, SamplingParams
 
 USER = {"role": "user", "content": "hello"}
@@ -86,6 +91,37 @@ def test_null_fields_of_a_message_are_dropped() -> None:
     row = only({"messages": pa.array([[USER, {**USER, "name": "Ann"}]], kind)})
     assert isinstance(row, Request)
     assert row.messages == [USER, {**USER, "name": "Ann"}]
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_field_that_is_null_in_every_message_is_dropped(start: int) -> None:
+    messages = [[{"role": "user", "content": text, "tool_calls": None}] * 2 for text in "abc"]
+    column = pa.array(messages)
+    assert column.type.value_type.field("tool_calls").type == pa.null()
+    batch = pa.record_batch({"messages": column}).slice(start)
+    rows = RowParser(InputConfig(()), SamplingParams()).parse(batch, start)
+    assert [row.messages for row in rows if isinstance(row, Request)] == [
+        [{"role": "user", "content": text}] * 2 for text in "abc"[start:]
+    ]
+
+
+# pa.array would import them itself
+READ_WITHOUT_COMPUTE = """
+import sys
+import pyarrow as pa
+from batchspec.io.columns import with_text_as_bytes
+offsets, text = pa.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0])), pa.py_buffer(b"a")
+column = pa.Array.from_buffers(pa.string(), 1, [None, offsets, text])
+assert with_text_as_bytes(column).to_pylist() == [b"a"]
+assert "pyarrow.compute" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("text", [pa.array(["a", None, "\u00e9"]), pa.array(["-", "a", None, "\u00e9"])[1:]])
+def test_text_is_read_without_arrows_compute_functions(text: pa.Array) -> None:
+    """A worker reads its first row sooner without them."""
+    assert with_text_as_bytes(text).to_pylist() == [b"a", None, b"\xc3\xa9"]
+    subprocess.run([sys.executable, "-c", READ_WITHOUT_COMPUTE], check=True)
 
 
 def test_tool_calls_may_stand_for_content() -> None:

@@ -139,16 +139,16 @@ def _fuse_layers(module: Any, layers: tuple[LayerShape, ...], known: Collection[
         found = settings[layer.self_attn.layer_idx]
         if found is None or keywords["position_embeddings"][0].shape[-1] != found.head_dim:
             continue
+        if known is not None and name in known:
+            refused.append(name)
+            continue
         fused = FusedLayers([FusedLayer(layer, found)])
         if known is None:
             got = fused(*arguments, **{**keywords, "batchspec_step": own_step})
-            is_refused = not _adds_the_same(got.float(), expected.float(), arguments[0].float(), module.dtype)
-        else:
-            is_refused = name in known
-        if is_refused:
-            refused.append(name)
-        else:
-            module.set_submodule(name, fused)
+            if not _adds_the_same(got.float(), expected.float(), arguments[0].float(), module.dtype):
+                refused.append(name)
+                continue
+        module.set_submodule(name, fused)
     _join_layers(module)
     return tuple(refused)
 
