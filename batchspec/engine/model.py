@@ -59,7 +59,8 @@ def load_model(
     was done before and `refused_layers` was found.
 
     `dtype` "auto" takes the dtype that the checkpoint declares (float32 where it declares none).
-    Raises UsageError (no such model, unknown dtype) and UnsupportedModelError (names the reason).
+    Raises UsageError (no such model, unknown dtype), MissingDependencyError (another package has to read the weights)
+    and UnsupportedModelError (names the reason).
     """
     from batchspec.engine import checks
 
