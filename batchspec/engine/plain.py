@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,12 +39,8 @@ def torch_multiplies(dtype: torch.dtype) -> bool:
     return bool(bf16() if dtype == torch.bfloat16 else fp16())
 
 
-class Float32Products(TorchFunctionMode):
-    """Matrix products of half-precision tensors in float32.
-
-    Weights of `linear` are widened a slice at a time: a whole copy would take twice a weight's memory, and longer to
-    come by than the product takes. Other products hold copies of what they multiply while they run.
-    """
+class _ProductMode(TorchFunctionMode):
+    """Matrix products are done by `product`, everything else as ever."""
 
     def __torch_function__(
         self,
@@ -52,9 +49,21 @@ class Float32Products(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func not in _PRODUCTS:
-            return func(*args, **kwargs)
+        call = partial(self.product, func) if func in _PRODUCTS else func
+        return call(*args, **(kwargs or {}))
+
+    def product(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class Float32Products(_ProductMode):
+    """Matrix products of half-precision tensors in float32.
+
+    Weights of `linear` are widened a slice at a time: a whole copy would take twice a weight's memory, and longer to
+    come by than the product takes. Other products hold copies of what they multiply while they run.
+    """
+
+    def product(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         dtype = next(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         if dtype not in _HALF_DTYPES:
             return func(*args, **kwargs)
@@ -64,17 +73,10 @@ class Float32Products(TorchFunctionMode):
         return result.to(dtype)
 
 
-class ZeroLinears(TorchFunctionMode):
+class ZeroLinears(_ProductMode):
     """Linear layers that answer zeros: what to call a plain module under for the sake of shapes and settings alone."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def product(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _zeros(*args, **kwargs) if func is torch.nn.functional.linear else func(*args, **kwargs)
 
 

@@ -38,8 +38,7 @@ class PackedLinear(nn.Module):
         self.panels = _frozen(kernels.pack_weights([each.weight for each in linears], interleaved))
         self.bias = None
         if any(each.bias is not None for each in linears):
-            zeros = [each.weight.new_zeros(each.out_features) for each in linears]
-            biases = [zero if each.bias is None else each.bias for each, zero in zip(linears, zeros, strict=True)]
+            biases = [each.weight.new_zeros(each.out_features) if each.bias is None else each.bias for each in linears]
             self.bias = _frozen(kernels.pack_biases(biases, interleaved))
         self.c = kernels.c_linear(self.in_features, self.out_features, self.panels, self.bias)
 
